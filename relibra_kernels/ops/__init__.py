@@ -1,0 +1,28 @@
+"""The op registry: importing this module registers ``torch.ops.relibra.*``.
+
+| op | what it does | gradients |
+|---|---|---|
+| ``route_to_slots`` | expert ids -> slot ids, for dispatchers that know only experts | |
+| ``count_sends`` | distinct tokens to each rank | |
+| ``build_route`` | the source's tables | |
+| ``build_rows`` | the destination's tables | |
+| ``token_permute`` | received tokens -> rows | x |
+| ``token_unpermute`` | rows -> (token, choice) | rows |
+| ``grouped_gemm`` | rows times the weight of their slot | rows, weights |
+| ``grouped_gemm_dgrad``, ``grouped_gemm_wgrad`` | its two gradients | |
+| ``swiglu``, ``swiglu_backward`` | the gated activation | h |
+| ``combine``, ``combine_backward`` | weighted sums of rows in a fixed order | rows, scores |
+| ``replica_push`` | home weights -> replica slots | |
+| ``home_reduce`` | replica gradients -> home gradients | |
+
+Each op has a schema, checks, a CPU body (`relibra_kernels.reference`, which also states its
+contract with an example), a fake for tracing, and autograd where the table says so. Ops that have
+no body for a device fail there with the dispatcher's own message; nothing falls back silently.
+"""
+
+from relibra_kernels.ops import combine as combine
+from relibra_kernels.ops import grouped_gemm as grouped_gemm
+from relibra_kernels.ops import permute as permute
+from relibra_kernels.ops import replica as replica
+from relibra_kernels.ops import routing as routing
+from relibra_kernels.ops import swiglu as swiglu

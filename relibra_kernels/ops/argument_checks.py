@@ -1,0 +1,40 @@
+"""Checks that several ops share."""
+
+from __future__ import annotations
+
+import torch
+
+from relibra_kernels.checks import check_tensor, describe
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+IDS = (torch.int32, torch.int64)
+
+
+def check_float_matrix(name: str, value: torch.Tensor) -> None:
+    """A matrix of one of the supported float dtypes."""
+    check_tensor(name, value, dtype=FLOATS, ndim=2)
+
+
+def check_table(name: str, table: torch.Tensor, shape: tuple[int | None, ...], limit: int) -> None:
+    """An int32 index table of the shape, every entry in [-1, limit).
+
+    Raises:
+        TypeError: not int32.
+        ValueError: another shape, or an entry out of range; names the first place.
+    """
+    check_tensor(name, table, dtype=torch.int32, shape=shape)
+    if not table.numel():
+        return
+    low, high = torch.aminmax(table)
+    if int(low) < -1 or int(high) >= limit:
+        place = torch.nonzero((table < -1) | (table >= limit))[0].tolist()
+        raise ValueError(
+            f"{name}: need -1 <= index < {limit}, got {int(table[tuple(place)])} at {place}"
+        )
+
+
+def check_wide(name: str, value: torch.Tensor, rows: torch.Tensor, why: str) -> None:
+    """A tensor in the accumulation dtype of ``rows``: fp32, fp64 for fp64."""
+    need = torch.promote_types(rows.dtype, torch.float32)
+    if value.dtype != need:
+        raise TypeError(f"{name}: need dtype {need} ({why}), got {describe(value)}")

@@ -1,0 +1,1 @@
+"""Helpers for tests and for programs that check themselves: comparisons, a launcher of ranks."""

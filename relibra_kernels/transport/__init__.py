@@ -1,0 +1,6 @@
+"""Moving tokens, weights and gradients between the ranks of one EP group."""
+
+from relibra_kernels.transport.dispatch import DispatchTransport as DispatchTransport
+from relibra_kernels.transport.dispatch import FlatDispatch as FlatDispatch
+from relibra_kernels.transport.replica import DistReplica as DistReplica
+from relibra_kernels.transport.replica import ReplicaTransport as ReplicaTransport

@@ -1,0 +1,136 @@
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from relibra_kernels.testing.launch import RankError, run_ranks
+
+
+def leftovers():
+    folder = tempfile.gettempdir()
+    return {name for name in os.listdir(folder) if name.startswith("relibra_ranks_")}
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_results_come_back_in_rank_order_with_closures_and_tensors():
+    scale = torch.tensor([10.0])
+
+    def fn(rank, num_ranks, offset):
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        return rank, num_ranks, scale * rank + offset, total.item(), torch.get_num_threads()
+
+    before = leftovers()
+    for rank, (own, size, tensor, total, threads) in enumerate(run_ranks(3, fn, 0.5)):
+        assert (own, size, tensor.item(), total, threads) == (rank, 3, 10 * rank + 0.5, 3.0, 1)
+    assert leftovers() <= before
+
+
+def test_one_rank_and_autograd_after_use_in_the_parent():
+    (torch.randn(300, 300, requires_grad=True) @ torch.randn(300, 300)).sum().backward()
+
+    def fn(rank, num_ranks):
+        x = torch.randn(300, 300, requires_grad=True)
+        (x @ x).sum().backward()
+        return x.grad.shape
+
+    assert run_ranks(1, fn) == [(300, 300)]
+    assert run_ranks(2, fn) == [(300, 300)] * 2
+
+
+def test_ranks_may_finish_at_different_times():
+    def fn(rank, num_ranks):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        time.sleep(0.3 if rank == 0 else 0)
+        return rank
+
+    assert run_ranks(2, fn) == [0, 1]
+
+
+def test_the_first_failure_is_raised_with_its_traceback_and_the_others_are_ended():
+    def fn(rank, num_ranks, folder):
+        (Path(folder) / str(rank)).write_text(str(os.getpid()))
+        dist.barrier()
+        if rank == 1:
+            raise ValueError("expected failure")
+        time.sleep(30)
+
+    start, before = time.monotonic(), leftovers()
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(
+            RankError, match="(?s)rank 1 of 3 failed.*in fn.*expected failure"
+        ) as caught:
+            run_ranks(3, fn, folder)
+        pids = [int((Path(folder) / str(rank)).read_text()) for rank in range(3)]
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert time.monotonic() - start < 10
+    assert not any(is_running(pid) for pid in pids)
+    assert leftovers() <= before
+
+
+def test_an_error_that_cannot_be_sent_still_shows_its_traceback():
+    class Odd(Exception):
+        def __reduce__(self):
+            raise TypeError("no")
+
+    def fn(rank, num_ranks):
+        raise Odd("odd one")
+
+    with pytest.raises(RankError, match="odd one") as caught:
+        run_ranks(1, fn)
+    assert caught.value.__cause__ is None
+
+
+def test_a_rank_that_dies_is_named():
+    def fn(rank, num_ranks):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+
+    with pytest.raises(RankError, match="(?s)rank 0 of 2 failed.*died with exit code -9"):
+        run_ranks(2, fn)
+
+
+def test_a_hang_names_the_silent_ranks_and_shows_where_they_stand():
+    def waits_for_ever(rank, num_ranks):
+        if rank != 1:
+            time.sleep(30)
+
+    start = time.monotonic()
+    with pytest.raises(
+        TimeoutError, match=r"(?s)ranks \[0, 2\] of 3 gave no answer within 1 s.*waits_for_ever"
+    ):
+        run_ranks(3, waits_for_ever, timeout=1.0)
+    assert time.monotonic() - start < 10
+
+
+def test_a_collective_fails_after_the_time_out_of_the_group():
+    def fn(rank, num_ranks):
+        if rank == 0:
+            time.sleep(1.2)
+            return None
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        return time.monotonic() - start
+
+    assert 0.3 < run_ranks(2, fn, group_timeout=0.5)[1] < 1.1
+
+
+def test_a_wrong_number_of_ranks_is_refused():
+    with pytest.raises(ValueError, match="num_ranks: need at least 1, got 0"):
+        run_ranks(0, print)
