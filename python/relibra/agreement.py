@@ -1,0 +1,130 @@
+"""Collective agreement: either every rank goes on, or every rank raises the same way.
+
+A rank that finds a fault of its own must not leave its peers waiting in the next collective, so
+faults found between collectives are exchanged here before anybody raises.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from relibra_kernels.errors import PlanError, ReplicaSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MESSAGE_BYTES = 512  # room for the text of the first fault
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This rank in the group, 0 without a group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks in the group, 1 without a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def wire_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where small control tensors of a collective must live: CPU for gloo, CUDA for NCCL."""
+    if group is None or "cpu" in str(dist.get_backend_config(group)).split(":")[0]:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def gather_tensor(
+    x: torch.Tensor, group: dist.ProcessGroup | None, what: str
+) -> list[torch.Tensor]:
+    """``x`` of every rank, by rank; all must have the same shape.
+
+    Raises:
+        ReplicaSyncError: a rank did not take part within the group's time-out.
+    """
+    if group is None:
+        return [x]
+    mine = x.to(wire_device(group)).contiguous()
+    out = [torch.empty_like(mine) for _ in range(group_size(group))]
+    try:
+        dist.all_gather(out, mine, group=group)
+    except RuntimeError as error:
+        raise _sync_error(what, group, error) from error
+    return [part.to(x.device) for part in out]
+
+
+def wait_for_all(group: dist.ProcessGroup | None, timeout_s: float | None, what: str) -> None:
+    """A barrier that names the ranks that did not come.
+
+    Args:
+        group: the group, None for one rank.
+        timeout_s: seconds to wait, None for the group's own time-out.
+        what: what is about to happen, for the message.
+
+    Raises:
+        ReplicaSyncError: somebody did not come in time.
+    """
+    if group is None or dist.get_backend(group) != "gloo":
+        return
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    try:
+        dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise _sync_error(what, group, error) from error
+
+
+def agree(
+    group: dist.ProcessGroup | None,
+    facts: Mapping[str, int],
+    *,
+    what: str,
+    fault: Exception | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Raise on every rank unless all ranks are well and hold the same facts.
+
+    Args:
+        group: the group, None for one rank.
+        facts: name -> 63-bit value; the same names in the same order on every rank.
+        what: the operation, for messages.
+        fault: an error found by this rank alone.
+        timeout_s: seconds to wait for the slowest rank, None for the group's own time-out.
+
+    Raises:
+        PlanError: another rank has a fault, or a fact differs; the message names ranks and values.
+        ReplicaSyncError: a rank did not take part in time.
+        Exception: ``fault`` itself on the rank that has it.
+    """
+    if group is None:
+        if fault is not None:
+            raise fault
+        return
+    wait_for_all(group, timeout_s, what)
+    text = b"" if fault is None else f"{type(fault).__name__}: {fault}".encode()[:_MESSAGE_BYTES]
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    message[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    numbers = torch.tensor([int(fault is not None), *facts.values()], dtype=torch.int64)
+    gathered = gather_tensor(torch.cat([numbers.view(torch.uint8), message]), group, what)
+    if fault is not None:
+        raise fault
+    size = numbers.numel() * 8
+    table = [part[:size].view(torch.int64).tolist() for part in gathered]
+    refused = [rank for rank, row in enumerate(table) if row[0]]
+    if refused:
+        told = bytes(gathered[refused[0]][size:].tolist()).rstrip(b"\0").decode(errors="replace")
+        raise PlanError(f"{what}: refused by rank(s) {refused}; rank {refused[0]}: {told}")
+    for place, name in enumerate(facts, start=1):
+        values = [row[place] for row in table]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:16]))
+            raise PlanError(f"{what}: need the same {name} on all ranks, got {shown}")
+
+
+def _sync_error(what: str, group: dist.ProcessGroup, error: Exception) -> ReplicaSyncError:
+    return ReplicaSyncError(
+        f"{what}: rank {group_rank(group)} of {group_size(group)} waited in vain for its peers "
+        f"({error})"
+    )

@@ -1,0 +1,372 @@
+"""The balanced MoE autograd function: dispatch, push, experts, combine, and the way back.
+
+One autograd node holds every collective of one layer, so all ranks meet in the same order whatever
+their plans make them compute. Only the received tokens and the first GEMM's output are saved; the
+backward pushes the replica weights again, because the replica buffer is shared by all layers.
+
+Letters: T tokens here, K choices, V tokens sent, U tokens received, R rows computed here, D model
+dim, F expert dim, H home slots, S replica slots. Source: ReLibra (arXiv 2605.08639), section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
+from relibra_kernels.checks import check_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from relibra.rank_tables import LayerTables
+
+COMBINE_MODES = ("reduced", "exact")
+GRAD_MODES = ("returned", "main_grad")
+
+_relibra = torch.ops.relibra
+
+
+class Movers(Protocol):
+    """What the autograd function needs from the runtime: transports and replica storage."""
+
+    def exchange(
+        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+    ) -> torch.Tensor:
+        """All-to-all of rows."""
+
+    def push(
+        self, weights: tuple[torch.Tensor, ...], tables: LayerTables, what: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Home weights -> replica slots; returns the replica buffers ``[S, ...]``."""
+
+    def replica_grads(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Gradient buffers ``[S, ...]`` for the replica slots; contents are undefined."""
+
+    def reduce(
+        self,
+        replica_grads: tuple[torch.Tensor, ...],
+        home_grads: tuple[torch.Tensor, ...],
+        tables: LayerTables,
+        what: str,
+    ) -> None:
+        """Adds replica gradients to ``home_grads`` in ascending (rank, slot) order."""
+
+    def enter_backward(self, handle: MoEHandle) -> None:
+        """Called first in the backward of a use, on the thread that runs it."""
+
+    def leave_backward(self, handle: MoEHandle) -> None:
+        """Called last in the backward of a use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEHandle:
+    """One use of one layer: its tables and the objects that move data for it.
+
+    Attributes:
+        tables: index tables of this use.
+        movers: transports and replica storage.
+        what: names the use in errors, such as ``step 3 train micro-batch 0 layer 5``.
+        combine: ``"reduced"`` sums a token's rows at each destination; ``"exact"`` returns every
+            row and sums at the source in choice order, bitwise independent of the plan.
+        grad_mode: ``"returned"`` or ``"main_grad"`` (adds to ``param.main_grad``, fp32).
+        block_rows: rows of a GEMM tile.
+        key: (model, optimizer step, pass, micro-batch, layer), None outside a training step.
+    """
+
+    tables: LayerTables
+    movers: Movers
+    what: str
+    combine: str = "reduced"
+    grad_mode: str = "returned"
+    block_rows: int = 16
+    key: tuple[str, int, str, int, int] | None = None
+
+
+def balanced_moe(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    w13_H2FD: torch.Tensor,
+    w2_HDF: torch.Tensor,
+    *,
+    handle: MoEHandle,
+) -> torch.Tensor:
+    """SwiGLU experts over balanced slots: ``y[t] = sum_k scores[t, k] * expert(ids[t, k])(x[t])``.
+
+    Correctness does not depend on the plan behind ``handle``; only the balance does. The expert
+    ids are those of ``handle.tables``. Scores are used as given, never renormalised.
+
+    Args:
+        x_TD: ``[T, D]`` activations, any float dtype.
+        scores_TK: ``[T, K]`` weights of the choices, computed in fp32 or wider.
+        w13_H2FD: ``[H, 2F, D]`` gate and up weights of the home slots, dtype of ``x_TD``.
+        w2_HDF: ``[H, D, F]`` down weights of the home slots, dtype of ``x_TD``.
+        handle: the use, from ``step.handle(...)`` or :class:`relibra.BalancedMoE`.
+
+    Returns:
+        ``[T, D]`` in the dtype of ``x_TD``.
+
+    Raises:
+        TypeError, ValueError: an argument breaks the contract above.
+        ReplicaSyncError: a collective failed or timed out.
+    """
+    _check(x_TD, scores_TK, w13_H2FD, w2_HDF, handle)
+    apply: Callable[..., torch.Tensor] = _BalancedMoE.apply
+    return apply(x_TD, scores_TK, w13_H2FD, w2_HDF, handle)
+
+
+def _check(
+    x: torch.Tensor, scores: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, handle: MoEHandle
+) -> None:
+    check_tensor("x_TD", x, ndim=2)
+    if not x.is_floating_point():
+        raise TypeError(f"x_TD: need a floating-point dtype, got {x.dtype}")
+    num_tokens, num_choices = handle.tables.ids_TK.shape
+    if x.shape[0] != num_tokens:
+        raise ValueError(f"x_TD: need {num_tokens} tokens for {handle.what}, got {x.shape[0]}")
+    check_tensor("scores_TK", scores, shape=(num_tokens, num_choices), device=x.device)
+    if not scores.is_floating_point():
+        raise TypeError(f"scores_TK: need a floating-point dtype, got {scores.dtype}")
+    check_tensor("w13_H2FD", w13, dtype=x.dtype, ndim=3, device=x.device)
+    num_home, rows13, width = w13.shape
+    if rows13 % 2 or width != x.shape[1]:
+        raise ValueError(f"w13_H2FD: need [H, 2F, D] with D = {x.shape[1]}, got {list(w13.shape)}")
+    check_tensor("w2_HDF", w2, dtype=x.dtype, shape=(num_home, width, rows13 // 2), device=x.device)
+    if num_home > handle.tables.slot_rows_n.numel():
+        raise ValueError(
+            f"w13_H2FD: need at most {handle.tables.slot_rows_n.numel()} home slots for the "
+            f"tables of {handle.what}, got {num_home}"
+        )
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of scores on the wire and of weight gradients: fp32, fp64 for fp64 weights."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _BalancedMoE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        scores_TK: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        handle: MoEHandle,
+    ) -> torch.Tensor:
+        tables = handle.tables
+        x_UD, scores_UK = _dispatch(x_TD, scores_TK, handle)
+        replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
+        rows_RD = _relibra.token_permute(x_UD, tables.row_to_token_R, tables.token_choice_to_row_UK)
+        h_R2F = _gemm(rows_RD, w13, replica13, handle)
+        y_RD = _gemm(_relibra.swiglu(h_R2F), w2, replica2, handle)
+        combine = _combine_exact if handle.combine == "exact" else _combine_reduced
+        ctx.handle = handle
+        ctx.scores_dtype = scores_TK.dtype
+        ctx.params = (w13, w2)  # saved tensors lose attributes such as main_grad under recompute
+        ctx.save_for_backward(x_UD, h_R2F, scores_UK, w13, w2)
+        return combine(y_RD, scores_TK, scores_UK, handle)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        handle: MoEHandle = ctx.handle
+        if torch.is_grad_enabled():  # create_graph=True; its result would silently be a constant
+            raise RuntimeError(f"{handle.what}: balanced_moe has no second derivative")
+        handle.movers.enter_backward(handle)
+        x_UD, h_R2F, scores_UK, w13, w2 = ctx.saved_tensors
+        needs_x, needs_scores, needs_w13, needs_w2 = ctx.needs_input_grad[:4]
+        tables = handle.tables
+        dy_UD = _exchange(dy_TD.index_select(0, tables.send_token_V), handle, "output gradients")
+        replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
+        dy_RD = _relibra.token_permute(dy_UD, tables.row_to_token_R, tables.token_choice_to_row_UK)
+        da_unscaled_RF = _relibra.grouped_gemm_dgrad(
+            dy_RD, w2, replica2, tables.mtile_B4, handle.block_rows, handle.combine == "exact"
+        )
+        a_RF = _relibra.swiglu(h_R2F)
+        score_R = _by_row(scores_UK, tables)
+        dh_R2F = _relibra.swiglu_backward(
+            (da_unscaled_RF.to(score_R.dtype) * score_R[:, None]).to(h_R2F.dtype), h_R2F
+        )
+        dx_TD = dscores_TK = None
+        if needs_x:
+            dx_TD = _return_dx(dh_R2F, w13, replica13, handle)
+        if needs_scores:
+            dscores_TK = _return_dscores(da_unscaled_RF, a_RF, handle).to(ctx.scores_dtype)
+        grads: tuple[torch.Tensor | None, ...] = (None, None)
+        if needs_w13 or needs_w2:
+            rows_RD = _relibra.token_permute(
+                x_UD, tables.row_to_token_R, tables.token_choice_to_row_UK
+            )
+            scored_RF = (a_RF.to(score_R.dtype) * score_R[:, None]).to(a_RF.dtype)
+            operands = ((dh_R2F, rows_RD), (dy_RD, scored_RF))
+            grads = _weight_grads(ctx.params, operands, (needs_w13, needs_w2), handle)
+        handle.movers.leave_backward(handle)
+        return dx_TD, dscores_TK, *grads, None
+
+
+def _exchange(x: torch.Tensor, handle: MoEHandle, name: str) -> torch.Tensor:
+    """Source -> destination, one row a sent token."""
+    tables = handle.tables
+    return handle.movers.exchange(
+        x, tables.send_splits, tables.recv_splits, f"{handle.what}: {name}"
+    )
+
+
+def _exchange_back(x: torch.Tensor, handle: MoEHandle, name: str) -> torch.Tensor:
+    """Destination -> source, one row a received token."""
+    tables = handle.tables
+    return handle.movers.exchange(
+        x, tables.recv_splits, tables.send_splits, f"{handle.what}: {name}"
+    )
+
+
+def _dispatch(
+    x_TD: torch.Tensor, scores_TK: torch.Tensor, handle: MoEHandle
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sends each token once to every rank that computes a row of it, with its scores there."""
+    tables = handle.tables
+    x_UD = _exchange(x_TD.index_select(0, tables.send_token_V), handle, "tokens")
+    scores = scores_TK.to(accumulation_dtype(scores_TK.dtype))
+    scores_VK = torch.where(
+        tables.send_rows_VK >= 0, scores.index_select(0, tables.send_token_V), 0.0
+    )
+    return x_UD, _exchange(scores_VK, handle, "scores")
+
+
+def _gemm(
+    rows: torch.Tensor, home: torch.Tensor, replica: torch.Tensor, handle: MoEHandle
+) -> torch.Tensor:
+    out: torch.Tensor = _relibra.grouped_gemm(
+        rows,
+        home,
+        replica,
+        handle.tables.mtile_B4,
+        handle.block_rows,
+        handle.combine == "exact",
+    )
+    return out
+
+
+def _combine_reduced(
+    y_RD: torch.Tensor, scores_TK: torch.Tensor, scores_UK: torch.Tensor, handle: MoEHandle
+) -> torch.Tensor:
+    """Scores applied and summed at each destination, then over destinations by ascending rank."""
+    tables = handle.tables
+    part_UD = _relibra.combine(y_RD, tables.token_choice_to_row_UK, scores_UK)
+    part_VD = _exchange_back(part_UD, handle, "partial outputs")
+    y_TD: torch.Tensor = _relibra.combine(part_VD, tables.token_to_return_TJ, None)
+    return y_TD
+
+
+def _combine_exact(
+    y_RD: torch.Tensor, scores_TK: torch.Tensor, scores_UK: torch.Tensor, handle: MoEHandle
+) -> torch.Tensor:
+    """Unscaled rows return; the source multiplies and sums in choice order."""
+    tables = handle.tables
+    back_ND = handle.movers.exchange(
+        y_RD.index_select(0, tables.return_row_N),
+        tables.recv_rows_G,
+        tables.send_rows_G,
+        f"{handle.what}: output rows",
+    )
+    scores = scores_TK.to(accumulation_dtype(scores_TK.dtype))
+    y_TD: torch.Tensor = _relibra.combine(back_ND, tables.choice_to_return_TK, scores)
+    return y_TD
+
+
+def _by_row(scores_UK: torch.Tensor, tables: LayerTables) -> torch.Tensor:
+    """Score of every row, 0 on padding."""
+    choice = tables.row_to_choice_R
+    flat = torch.cat([scores_UK.reshape(-1), scores_UK.new_zeros(1)])
+    return flat.index_select(0, torch.where(choice >= 0, choice, flat.numel() - 1))
+
+
+def _return_dx(
+    dh_R2F: torch.Tensor, w13: torch.Tensor, replica13: torch.Tensor, handle: MoEHandle
+) -> torch.Tensor:
+    tables = handle.tables
+    dx_RD = _relibra.grouped_gemm_dgrad(
+        dh_R2F, w13, replica13, tables.mtile_B4, handle.block_rows, handle.combine == "exact"
+    )
+    dx_UD = _relibra.combine(dx_RD, tables.token_choice_to_row_UK, None)
+    dx_VD = _exchange_back(dx_UD, handle, "input gradients")
+    dx_TD: torch.Tensor = _relibra.combine(dx_VD, tables.token_to_return_TJ, None)
+    return dx_TD
+
+
+def _return_dscores(da_RF: torch.Tensor, a_RF: torch.Tensor, handle: MoEHandle) -> torch.Tensor:
+    """``<dy, expert(x)> = <W2^T dy, a>``, so the second GEMM's output is not needed again."""
+    tables = handle.tables
+    wide = accumulation_dtype(a_RF.dtype)
+    dscore_R1 = (da_RF.to(wide) * a_RF.to(wide)).sum(1, keepdim=True)
+    dscores_UK = _relibra.token_unpermute(dscore_R1, tables.token_choice_to_row_UK).squeeze(2)
+    dscores_VK = _exchange_back(dscores_UK, handle, "score gradients")
+    # Exactly one destination holds each choice, so the sum adds zeros: it is exact.
+    dscores_TK: torch.Tensor = _relibra.combine(dscores_VK, tables.token_to_return_TJ, None)
+    return dscores_TK
+
+
+def _weight_grads(
+    weights: tuple[torch.Tensor, torch.Tensor],
+    operands: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    needs: tuple[bool, bool],
+    handle: MoEHandle,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the home weights, those of their replicas included exactly once."""
+    tables, movers = handle.tables, handle.movers
+    used = [i for i, needed in enumerate(needs) if needed]
+    chosen = tuple(weights[i] for i in used)
+    into_main = handle.grad_mode == "main_grad"
+    home = tuple(main_grad_of(w) if into_main else _empty_grad(w) for w in chosen)
+    replica = movers.replica_grads(chosen)
+    for i, home_grad, replica_grad in zip(used, home, replica, strict=True):
+        grad, rows = operands[i]
+        _relibra.grouped_gemm_wgrad(
+            grad, rows, tables.slot_rows_n, handle.block_rows, home_grad, replica_grad, into_main
+        )
+    movers.reduce(replica, home, tables, handle.what)
+    out: list[torch.Tensor | None] = [None, None]
+    for i, home_grad in zip(used, home, strict=True):
+        out[i] = _dummy_grad(weights[i]) if into_main else home_grad.to(weights[i].dtype)
+    return tuple(out)
+
+
+def _empty_grad(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+
+
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor:
+    """The host's fp32 gradient buffer of a parameter.
+
+    Raises:
+        ValueError: there is none, or its shape differs.
+        TypeError: it is not fp32 (fp64 for fp64 weights).
+    """
+    grad = getattr(weight, "main_grad", None)
+    need = accumulation_dtype(weight.dtype)
+    if not isinstance(grad, torch.Tensor):
+        raise ValueError(
+            'main_grad: grad_mode="main_grad" needs a tensor param.main_grad on every expert '
+            f"parameter, got {grad!r}"
+        )
+    if grad.dtype != need:
+        raise TypeError(f"main_grad: need {need} (accumulation in {grad.dtype} loses rows)")
+    if grad.shape != weight.shape or not grad.is_contiguous():
+        raise ValueError(
+            f"main_grad: need a contiguous {list(weight.shape)} tensor, got {list(grad.shape)}"
+        )
+    return grad
+
+
+def _dummy_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """What autograd gets in ``main_grad`` mode.
+
+    Hosts with gradient-accumulation fusion set ``grad_added_to_main_grad`` on the parameter and
+    require that ``param.grad`` is not None; it carries no value.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)

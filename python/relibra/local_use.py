@@ -1,0 +1,115 @@
+"""Uses of a layer that need no runtime: every expert lives in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from relibra.balanced_moe import MoEHandle
+from relibra.plan import ExpertLayout
+from relibra.rank_tables import LayerTables, SourceRoute
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LOCAL_BLOCK_ROWS = 16
+
+
+class LocalMovers:
+    """Movers of a group of one rank: nothing moves."""
+
+    def exchange(
+        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+    ) -> torch.Tensor:
+        """The rows themselves."""
+        return x
+
+    def push(
+        self, weights: tuple[torch.Tensor, ...], tables: LayerTables, what: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Empty replica buffers ``[0, ...]``."""
+        return tuple(w.new_empty(0, *w.shape[1:]) for w in weights)
+
+    def replica_grads(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Empty gradient buffers ``[0, ...]``."""
+        wide = [torch.promote_types(w.dtype, torch.float32) for w in weights]
+        return tuple(
+            w.new_empty(0, *w.shape[1:], dtype=dtype)
+            for w, dtype in zip(weights, wide, strict=True)
+        )
+
+    def reduce(
+        self,
+        replica_grads: tuple[torch.Tensor, ...],
+        home_grads: tuple[torch.Tensor, ...],
+        tables: LayerTables,
+        what: str,
+    ) -> None:
+        """No replica, nothing to add."""
+
+    def enter_backward(self, handle: MoEHandle) -> None:
+        """Nothing to note."""
+
+    def leave_backward(self, handle: MoEHandle) -> None:
+        """Nothing to release."""
+
+
+def count_ids(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Rows of each expert, int64 ``[E]``; -1 takes no part.
+
+    Raises:
+        TypeError: not an integer dtype.
+        ValueError: not ``[T, K]``, or an id outside [-1, E); the message names its place.
+    """
+    if ids_TK.is_floating_point() or ids_TK.dtype == torch.bool:
+        raise TypeError(f"expert_ids: need an integer dtype, got {ids_TK.dtype}")
+    if ids_TK.dim() != 2:
+        raise ValueError(f"expert_ids: need [T, K], got {list(ids_TK.shape)}")
+    bad = (ids_TK < -1) | (ids_TK >= num_experts)
+    if bad.any():
+        token, choice = torch.nonzero(bad)[0].tolist()
+        raise ValueError(
+            f"expert_ids: need -1 <= id < {num_experts}, got {int(ids_TK[token, choice])} at "
+            f"token {token}, choice {choice}"
+        )
+    shifted = (ids_TK.reshape(-1) + 1).long()
+    return torch.bincount(shifted, minlength=num_experts + 1)[1:]
+
+
+def local_tables(
+    ids_TK: torch.Tensor, layout: ExpertLayout, block_rows: int = LOCAL_BLOCK_ROWS
+) -> LayerTables:
+    """Tables of a group of one rank.
+
+    Args:
+        ids_TK: integer ``[T, K]``.
+        layout: a layout over one rank.
+        block_rows: rows of a GEMM tile.
+    """
+    counts = count_ids(ids_TK, layout.num_experts)
+    source = SourceRoute.live(counts.numpy()[None], layout, 0, 0, block_rows)
+    ids = ids_TK.to(torch.int32)
+    sends = source.count_sends(ids, 1).tolist()
+
+    def keep(x: torch.Tensor, send: Sequence[int], recv: Sequence[int]) -> torch.Tensor:
+        return x
+
+    num_home = layout.home_slot_expert_GH.shape[1]
+    return LayerTables.build(
+        ids, source, sends, sends, keep, num_home=num_home, block_rows=block_rows
+    )
+
+
+def local_handle(
+    expert_ids: torch.Tensor, home_slot_expert: torch.Tensor, num_experts: int
+) -> MoEHandle:
+    """Handle for a layer whose experts are all here."""
+    layout = ExpertLayout(np.asarray(home_slot_expert.tolist(), np.int32)[None])
+    if layout.num_experts != num_experts:
+        raise ValueError(
+            f"home_slot_expert: need all {num_experts} experts here, got {layout.num_experts}"
+        )
+    tables = local_tables(expert_ids, layout)
+    return MoEHandle(tables, LocalMovers(), "local use", block_rows=LOCAL_BLOCK_ROWS)

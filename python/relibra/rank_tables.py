@@ -1,0 +1,341 @@
+"""From a plan to what one rank needs for one use of one layer: quotas, splits, index tables.
+
+Two stages. ``SourceRoute`` holds host integers only: it follows from the plan and the counts that
+every rank knows, without communication. ``LayerTables`` adds the index tables that depend on this
+rank's own expert ids and on the rows that travel with the tokens.
+
+Letters: T tokens here, K choices a token, V tokens sent, U tokens received, R rows computed here,
+E experts, G ranks, n slots a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
+from relibra_kernels.tables import SlotQuota, m_tiles, slot_bases
+
+if TYPE_CHECKING:
+    from relibra.plan import ExpertLayout
+
+Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
+
+
+def slot_quota_of(
+    slot_expert_S: np.ndarray,
+    quota_GS: np.ndarray,
+    rank: int,
+    *,
+    num_experts: int,
+    num_ranks: int,
+    block_rows: int,
+) -> SlotQuota:
+    """Rows of one source rank by slot, ordered by expert: the input of ``build_route``.
+
+    Args:
+        slot_expert_S: int32 ``[G*n]``, expert of every slot, -1 for none.
+        quota_GS: int32 ``[G, G*n]``, rows that each source rank sends to each slot.
+        rank: the source rank.
+        num_experts: E.
+        num_ranks: G.
+        block_rows: rows of a GEMM tile; every slot's rows start at a multiple of it.
+
+    Returns:
+        Slots in (expert, slot id) order with this source's rows and its first row in each.
+
+    Example:
+        Two ranks with one home slot and one replica slot each; rank 1 also holds a copy of
+        expert 0 and source 1 sends it 3 rows.
+
+        >>> quota = slot_quota_of(
+        ...     np.array([0, -1, 1, 0], np.int32),
+        ...     np.array([[2, 0, 1, 0], [1, 0, 4, 3]], np.int32),
+        ...     1, num_experts=2, num_ranks=2, block_rows=4)
+        >>> quota.expert_first.tolist(), quota.slot_id.tolist()
+        ([0, 2, 3], [0, 3, 2])
+        >>> quota.slot_quota.tolist(), quota.slot_first_row.tolist()
+        ([1, 3, 4], [2, 8, 1])
+    """
+    slots_per_rank = slot_expert_S.size // num_ranks
+    slot_rows_Gn = quota_GS.sum(0, dtype=np.int64).reshape(num_ranks, slots_per_rank)
+    padded_Gn = -(-slot_rows_Gn // block_rows) * block_rows
+    base_S = (np.cumsum(padded_Gn, axis=1) - padded_Gn).reshape(-1)
+    first_S = base_S + quota_GS[:rank].sum(0, dtype=np.int64)
+    held = np.flatnonzero(slot_expert_S >= 0)
+    slots = held[np.argsort(slot_expert_S[held], kind="stable")]
+    count_E = np.bincount(slot_expert_S[slots], minlength=num_experts)
+    expert_first = np.concatenate([[0], np.cumsum(count_E)]).astype(np.int32)
+    return SlotQuota(
+        expert_first=torch.from_numpy(expert_first),
+        slot_id=torch.from_numpy(slots.astype(np.int32)),
+        slot_quota=torch.from_numpy(quota_GS[rank, slots].astype(np.int32)),
+        slot_first_row=torch.from_numpy(first_S[slots].astype(np.int32)),
+    )
+
+
+def copy_lists(
+    home_slot_expert_GH: np.ndarray,
+    replica_slot_expert_GS: np.ndarray,
+    replica_rows_GS: np.ndarray,
+    rank: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which weights this rank sends to replica slots, and which it receives.
+
+    Replica slots without rows are left out on both sides: nothing reads them.
+
+    Args:
+        home_slot_expert_GH: int32 ``[G, H]``.
+        replica_slot_expert_GS: int32 ``[G, S]``, -1 for a free slot.
+        replica_rows_GS: int64 ``[G, S]``, rows planned for each replica slot.
+        rank: this rank.
+
+    Returns:
+        ``push_list`` int32 ``[p, 3]`` = (home slot, destination rank, replica slot) and
+        ``pull_list`` int32 ``[q, 3]`` = (replica slot, home rank, home slot), both by ascending
+        (rank, slot) of the replica.
+
+    Example:
+        >>> push, pull = copy_lists(
+        ...     np.array([[0, 1], [2, 3]]), np.array([[3], [0]]), np.array([[5], [0]]), 1)
+        >>> push.tolist(), pull.tolist()
+        ([[1, 0, 0]], [])
+    """
+    num_home = home_slot_expert_GH.shape[1]
+    home_of_E = np.full(max(int(home_slot_expert_GH.max(initial=-1)) + 1, 1), -1, np.int64)
+    flat = home_slot_expert_GH.reshape(-1)
+    home_of_E[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
+    ranks, slots = np.nonzero((replica_slot_expert_GS >= 0) & (replica_rows_GS > 0))
+    home = home_of_E[replica_slot_expert_GS[ranks, slots]]
+    home_rank, home_slot = home // num_home, home % num_home
+    push = np.stack([home_slot, ranks, slots], 1)[home_rank == rank]
+    pull = np.stack([slots, home_rank, home_slot], 1)[ranks == rank]
+    return torch.from_numpy(push.astype(np.int32)), torch.from_numpy(pull.astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceRoute:
+    """Host integers of one (pass, micro-batch, layer) on one rank.
+
+    Attributes:
+        quota: this source's rows by slot, in expert order.
+        slot_rows_n: int32 ``[n]``, rows of each slot of this rank.
+        send_rows_G, recv_rows_G: rows (not tokens) to and from each rank.
+        push_list, pull_list: see :func:`copy_lists`.
+    """
+
+    quota: SlotQuota
+    slot_rows_n: torch.Tensor
+    send_rows_G: list[int]
+    recv_rows_G: list[int]
+    push_list: torch.Tensor
+    pull_list: torch.Tensor
+
+    @classmethod
+    def build(
+        cls,
+        layout: ExpertLayout,
+        replica_slot_expert_GS: np.ndarray,
+        quota_GS: np.ndarray,
+        rank: int,
+        block_rows: int,
+    ) -> SourceRoute:
+        """Derive one rank's view from quotas that every rank holds.
+
+        Args:
+            layout: home of every expert.
+            replica_slot_expert_GS: int32 ``[G, S]``, -1 for a free slot.
+            quota_GS: int32 ``[G, G*(H+S)]``, rows of each source rank in each slot.
+            rank: this rank.
+            block_rows: rows of a GEMM tile.
+        """
+        num_ranks, num_home = layout.home_slot_expert_GH.shape
+        slot_expert = np.concatenate([layout.home_slot_expert_GH, replica_slot_expert_GS], 1)
+        quota = slot_quota_of(
+            slot_expert.reshape(-1),
+            quota_GS,
+            rank,
+            num_experts=layout.num_experts,
+            num_ranks=num_ranks,
+            block_rows=block_rows,
+        )
+        by_rank_GG = quota_GS.reshape(num_ranks, num_ranks, -1).sum(2)
+        slot_rows_Gn = quota_GS.sum(0, dtype=np.int64).reshape(num_ranks, -1)
+        push_list, pull_list = copy_lists(
+            layout.home_slot_expert_GH, replica_slot_expert_GS, slot_rows_Gn[:, num_home:], rank
+        )
+        return cls(
+            quota=quota,
+            slot_rows_n=torch.from_numpy(slot_rows_Gn[rank].astype(np.int32)),
+            send_rows_G=by_rank_GG[rank].tolist(),
+            recv_rows_G=by_rank_GG[:, rank].tolist(),
+            push_list=push_list,
+            pull_list=pull_list,
+        )
+
+    @classmethod
+    def live(
+        cls, counts_GE: np.ndarray, layout: ExpertLayout, num_replica: int, rank: int, block: int
+    ) -> SourceRoute:
+        """Every row to the home of its expert: for routing that no plan knows.
+
+        Args:
+            counts_GE: int64 ``[G, E]``, rows that each source rank sends to each expert.
+            layout: home of every expert.
+            num_replica: S, replica slots a rank (they stay empty).
+            rank: this rank.
+            block: rows of a GEMM tile.
+        """
+        home_GH = layout.home_slot_expert_GH
+        num_ranks, num_home = home_GH.shape
+        quota = np.zeros((num_ranks, num_ranks, num_home + num_replica), np.int32)
+        held = home_GH >= 0
+        quota[:, :, :num_home][:, held] = counts_GE[:, home_GH[held]]
+        empty = np.full((num_ranks, num_replica), -1, np.int32)
+        return cls.build(layout, empty, quota.reshape(num_ranks, -1), rank, block)
+
+    def count_sends(self, ids_TK: torch.Tensor, num_ranks: int) -> torch.Tensor:
+        """Distinct tokens of this rank for each destination rank, int64 ``[G]``."""
+        sends: torch.Tensor = torch.ops.relibra.count_sends(
+            ids_TK,
+            self.quota.expert_first,
+            self.quota.slot_id,
+            self.quota.slot_quota,
+            self.slot_rows_n.numel(),
+            num_ranks,
+        )
+        return sends
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTables:
+    """Index tables of one use of one layer on one rank; a token is sent once per rank.
+
+    Attributes:
+        num_tokens: T, tokens of this rank.
+        ids_TK: int32 ``[T, K]``, the expert ids that are executed; -1 takes no part.
+        send_token_V: int32 ``[V]``, token of each sent row, by destination rank, then token.
+        send_rows_VK: int32 ``[V, K]``, row at the destination of each choice, -1 elsewhere.
+        token_to_return_TJ: int32 ``[T, min(K, G)]``, sent rows of a token by ascending rank.
+        choice_to_return_TK: int32 ``[T, K]``, place of a choice among the returned rows.
+        send_splits, recv_splits: tokens to and from each rank.
+        send_rows_G, recv_rows_G: rows to and from each rank.
+        token_choice_to_row_UK: int32 ``[U, K]``, row of each choice of a received token.
+        return_row_N: int32, received choices in (token, choice) order -> row.
+        row_to_token_R: int32 ``[R]``, received token of each row, -1 for padding.
+        row_to_choice_R: int32 ``[R]``, ``u*K + k`` of each row, -1 for padding.
+        slot_rows_n: int32 ``[n]``.
+        mtile_B4: int32 ``[B, 4]``, tiles of the grouped GEMM.
+        push_list, pull_list: see :func:`copy_lists`.
+    """
+
+    num_tokens: int
+    ids_TK: torch.Tensor
+    send_token_V: torch.Tensor
+    send_rows_VK: torch.Tensor
+    token_to_return_TJ: torch.Tensor
+    choice_to_return_TK: torch.Tensor
+    send_splits: list[int]
+    recv_splits: list[int]
+    send_rows_G: list[int]
+    recv_rows_G: list[int]
+    token_choice_to_row_UK: torch.Tensor
+    return_row_N: torch.Tensor
+    row_to_token_R: torch.Tensor
+    row_to_choice_R: torch.Tensor
+    slot_rows_n: torch.Tensor
+    mtile_B4: torch.Tensor
+    push_list: torch.Tensor
+    pull_list: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """R, rows computed here including padding."""
+        return self.row_to_token_R.numel()
+
+    @classmethod
+    def build(
+        cls,
+        ids_TK: torch.Tensor,
+        source: SourceRoute,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        exchange: Exchange,
+        *,
+        num_home: int,
+        block_rows: int,
+    ) -> LayerTables:
+        """Build the tables; the rows of the sent tokens travel to their destinations here.
+
+        Args:
+            ids_TK: int32 ``[T, K]``.
+            source: host integers of this use.
+            send_splits: tokens to each rank.
+            recv_splits: tokens from each rank.
+            exchange: all-to-all of rows ``(tensor, send_splits, recv_splits) -> tensor``.
+            num_home: H.
+            block_rows: rows of a GEMM tile.
+        """
+        send, receive = list(send_splits), list(recv_splits)
+        quota = source.quota
+        _, send_token, send_rows, token_to_return = torch.ops.relibra.build_route(
+            ids_TK,
+            quota.expert_first,
+            quota.slot_id,
+            quota.slot_quota,
+            quota.slot_first_row,
+            source.slot_rows_n.numel(),
+            len(send),
+            sum(send),
+        )
+        token_choice_to_row = exchange(send_rows, send, receive)
+        num_rows = int(slot_bases(source.slot_rows_n, block_rows)[-1])
+        row_to_token, row_to_choice = torch.ops.relibra.build_rows(token_choice_to_row, num_rows)
+        return cls(
+            num_tokens=ids_TK.shape[0],
+            ids_TK=ids_TK,
+            send_token_V=send_token,
+            send_rows_VK=send_rows,
+            token_to_return_TJ=token_to_return,
+            choice_to_return_TK=_choice_to_return(send_token, send_rows, ids_TK.shape[0]),
+            send_splits=send,
+            recv_splits=receive,
+            send_rows_G=source.send_rows_G,
+            recv_rows_G=source.recv_rows_G,
+            token_choice_to_row_UK=token_choice_to_row,
+            return_row_N=_compact(token_choice_to_row, sum(source.recv_rows_G)),
+            row_to_token_R=row_to_token,
+            row_to_choice_R=row_to_choice,
+            slot_rows_n=source.slot_rows_n,
+            mtile_B4=m_tiles(source.slot_rows_n, num_home, block_rows),
+            push_list=source.push_list,
+            pull_list=source.pull_list,
+        )
+
+
+def _compact(table: torch.Tensor, count: int) -> torch.Tensor:
+    """Entries of ``table`` that are not -1, in order; ``count`` of them, known on the host."""
+    flat = table.reshape(-1)
+    place = torch.where(flat >= 0, torch.cumsum(flat >= 0, 0) - 1, count)
+    out = torch.empty(count + 1, dtype=table.dtype, device=table.device)
+    return out.scatter_(0, place, flat)[:count].contiguous()
+
+
+def _choice_to_return(
+    send_token_V: torch.Tensor, send_rows_VK: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Place of each choice among rows that come back in (sent token, choice) order, -1 = none."""
+    num_choices = send_rows_VK.shape[1]
+    sent = (send_rows_VK >= 0).reshape(-1)
+    place = (torch.cumsum(sent, 0) - 1).to(torch.int32)
+    choice = send_token_V.long()[:, None] * num_choices + torch.arange(
+        num_choices, device=send_token_V.device
+    )
+    size = num_tokens * num_choices
+    out = torch.full((size + 1,), -1, dtype=torch.int32, device=send_token_V.device)
+    out.scatter_(0, torch.where(sent, choice.reshape(-1), size), place)
+    return out[:size].reshape(num_tokens, num_choices).contiguous()

@@ -1,0 +1,317 @@
+"""The Runtime: lives as long as the job and owns layouts, transports and replica buffers.
+
+``Runtime`` is what a trainer talks to, ``Attachment`` is one model under it (each model has a
+layout of its own), ``GroupMovers`` moves the data of one use of one layer.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from relibra import logical_state
+from relibra.agreement import agree, gather_tensor, group_rank, group_size
+from relibra.attachment import Attachment
+from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES, accumulation_dtype
+from relibra.load_matrix import LoadMatrix
+from relibra.step import Routes, TrainingStep
+from relibra.topology import Topology
+from relibra_kernels.errors import PlanError
+from relibra_kernels.transport.dispatch import FlatDispatch
+from relibra_kernels.transport.replica import DistReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from relibra.layout import ExpertLayout
+    from relibra.plan import StepPlan
+
+TRANSPORTS = ("auto", "dist")
+
+
+class Runtime:
+    """Balanced training on one EP group.
+
+    Args:
+        group: the process group of expert parallelism; None is a group of one rank.
+        topology: node and rail of every rank; None puts all ranks on one node.
+        replica_slots: S, replica slots a rank; plans may use fewer, not more.
+        transport: ``"dist"`` moves replicas with ``torch.distributed``; ``"auto"`` takes the best
+            that works, which today is ``"dist"``.
+        combine: ``"reduced"`` sums rows at each destination before they return; ``"exact"``
+            returns every row, so that outputs are bitwise independent of the plan.
+        grad_mode: ``"returned"`` gives weight gradients to autograd; ``"main_grad"`` adds them to
+            ``param.main_grad`` (fp32).
+        block_rows: rows of a GEMM tile; every slot's rows are padded to it.
+        timeout_s: seconds that a rank waits for its peers; None keeps the time-out of ``group``.
+            With a number the runtime makes a group of its own over the same ranks (collective).
+
+    Raises:
+        ValueError: an unknown mode, or a topology of another size than the group.
+
+    Example:
+        >>> runtime = Runtime()
+        >>> runtime.num_ranks, runtime.rank, str(runtime.topology)
+        (1, 0, '1 nodes x 1 ranks')
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        topology: Topology | None = None,
+        *,
+        replica_slots: int = 1,
+        transport: str = "auto",
+        combine: str = "reduced",
+        grad_mode: str = "returned",
+        block_rows: int = 16,
+        timeout_s: float | None = None,
+    ) -> None:
+        for name, value, known in (
+            ("transport", transport, TRANSPORTS),
+            ("combine", combine, COMBINE_MODES),
+            ("grad_mode", grad_mode, GRAD_MODES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: need one of {list(known)}, got {value!r}")
+        if replica_slots < 0 or block_rows < 1:
+            raise ValueError(
+                "replica_slots, block_rows: need at least 0 and 1, got "
+                f"{replica_slots} and {block_rows}"
+            )
+        self.num_ranks, self.rank = group_size(group), group_rank(group)
+        self.topology = topology or Topology(1, self.num_ranks)
+        if self.topology.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"topology: need {self.num_ranks} ranks as in the group, got {self.topology}"
+            )
+        self._owns_group = group is not None and timeout_s is not None
+        self.group = _with_timeout(group, timeout_s) if self._owns_group else group
+        self.replica_slots, self.block_rows = replica_slots, block_rows
+        self.combine, self.grad_mode, self.timeout_s = combine, grad_mode, timeout_s
+        self.dispatcher = FlatDispatch(self.group)
+        self.replicas = DistReplica(self.group)
+        self.failure: Exception | None = None
+        self.attachments: dict[str, Attachment] = {}
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._closed = False
+
+    # -- models ------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        name: str = "actor",
+    ) -> None:
+        """Take charge of the MoE layers of a model, found by their layer numbers.
+
+        Args:
+            model: holds :class:`relibra.BalancedMoE` layers with experts in identity layout.
+            optimizer: its moments move with the experts.
+            name: of the model; the first one attached is the default elsewhere.
+
+        Raises:
+            ValueError: no MoE layer, two with one number, a name in use, or a layer sharded for
+                another group.
+        """
+        self._require_open()
+        if name in self.attachments:
+            raise ValueError(f"name: {name!r} is attached already; need a new name")
+        attachment = Attachment(self, model, optimizer, name)
+        for moe in attachment.layers.values():
+            weights = (moe.w13.data, moe.w2.data)
+            self.weight_buffers(weights)
+            self.grad_buffers(weights)
+        self.attachments[name] = attachment
+
+    def detach(self, name: str) -> None:
+        """Forget a model; its layers keep their weights where they are."""
+        self.attachment(name)
+        del self.attachments[name]
+
+    def attachment(self, name: str | None = None) -> Attachment:
+        """The attached model of that name, by default the first one.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        known = list(self.attachments)
+        chosen = name if name is not None else (known[0] if known else None)
+        if chosen is None or chosen not in self.attachments:
+            raise ValueError(f"model: need one of the attached {known}, got {name!r}")
+        return self.attachments[chosen]
+
+    @property
+    def layout(self) -> tuple[ExpertLayout, ...]:
+        """Layouts of the first attached model, one a MoE layer by ascending number."""
+        return self.attachment().layout
+
+    def set_layout(self, layouts: Sequence[ExpertLayout], model: str | None = None) -> int:
+        """Move experts to given layouts, such as identity before an export; collective.
+
+        Returns:
+            Number of experts that changed their rank, over all layers.
+        """
+        attachment = self.attachment(model)
+        attachment.check_layouts(layouts)
+        return attachment.migrate(tuple(layouts))[0]
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def gather_loads(self, loads: LoadMatrix) -> LoadMatrix:
+        """Counts of all ranks from each rank's own; collective, once a rollout batch.
+
+        Args:
+            loads: this rank's counts, ``[M, L, 1, E]``, not gathered.
+
+        Returns:
+            ``[M, L, G, E]``, equal on all ranks.
+
+        Raises:
+            PlanError: the ranks differ in M, L, E or optimizer steps; on every rank.
+            ReplicaSyncError: a rank did not take part in time.
+        """
+        self._require_open()
+        fault = PlanError("loads: need one rank's own counts") if loads.is_gathered else None
+        shape = loads.rows_MLGE.shape
+        facts = {"number of micro-batches": shape[0], "MoE layers": shape[1], "experts": shape[3]}
+        agree(self.group, facts, what="gather_loads", fault=fault, timeout_s=self.timeout_s)
+        parts = []
+        padding = loads.padding_MLGE if loads.padding_MLGE is not None else loads.rows_MLGE * 0
+        packed = [loads.rows_MLGE, padding, loads.num_unknown_ML, loads.optimizer_step_M]
+        flat = torch.cat([torch.tensor(part, dtype=torch.int32).reshape(-1) for part in packed])
+        for part in gather_tensor(flat, self.group, "gather_loads"):
+            fields = part.numpy()
+            cut: list[Any] = []
+            for own in packed:
+                cut.append(fields[: own.size].reshape(own.shape))
+                fields = fields[own.size :]
+            parts.append(LoadMatrix(cut[0], cut[3], cut[1], cut[2], is_gathered=False))
+        return LoadMatrix.stack(parts)
+
+    def step(
+        self,
+        plan: StepPlan,
+        routes: Routes,
+        *,
+        optimizer_step: int = 0,
+        model: str | None = None,
+    ) -> TrainingStep:
+        """Context of one optimizer step; see :class:`relibra.step.TrainingStep`.
+
+        Args:
+            plan: made from the gathered loads of exactly these routes.
+            routes: pass -> this rank's :class:`relibra.DispatchRows`, one a micro-batch of the
+                rollout batch.
+            optimizer_step: which optimizer step of the batch this context covers.
+            model: name of the attached model, by default the first.
+        """
+        self._require_open()
+        return TrainingStep(self.attachment(model), plan, routes, optimizer_step)
+
+    # -- state in expert order ---------------------------------------------------------------
+
+    def logical_state_dict(
+        self, module: nn.Module | None = None, model: str | None = None
+    ) -> dict[str, Any]:
+        """State dict with whole expert tensors ``[E, ...]`` in expert order; collective.
+
+        Args:
+            module: part of an attached model, by default all of it.
+            model: name of the attached model.
+        """
+        attachment = self.attachment(model)
+        target = module if module is not None else attachment.model
+        return logical_state.to_logical(target, attachment.layouts_by_layer(), self.group)
+
+    def load_logical_state_dict(
+        self, module: nn.Module | None, state: dict[str, Any], model: str | None = None
+    ) -> None:
+        """Load a state in expert order, saved under any layout and any number of ranks."""
+        attachment = self.attachment(model)
+        target = module if module is not None else attachment.model
+        logical_state.from_logical(target, state, attachment.layouts_by_layer(), self.rank)
+
+    def export_experts(
+        self, layer: int, model: str | None = None
+    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """``(expert, tensors)`` of a layer in expert order; collective."""
+        attachment = self.attachment(model)
+        moe, layout = attachment.layer_of(layer), attachment.layouts_by_layer()[layer]
+        return logical_state.iterate_experts(moe, layout, self.group)
+
+    def gather_experts(
+        self, local_H: torch.Tensor, layer: int, model: str | None = None
+    ) -> torch.Tensor:
+        """Any per-slot tensor ``[H, ...]`` of a layer as ``[E, ...]`` in expert order; collective.
+
+        For gradients and optimizer moments.
+        """
+        layout = self.attachment(model).layouts_by_layer()[layer]
+        return logical_state.gather_experts(local_H, layout, self.group)
+
+    # -- buffers and end ---------------------------------------------------------------------
+
+    def weight_buffers(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Replica slots ``[S, ...]`` for weights of these shapes, shared by all layers."""
+        return tuple(self._buffer("weight", w, w.dtype) for w in weights)
+
+    def grad_buffers(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Gradient slots ``[S, ...]`` for weights of these shapes, shared by all layers."""
+        return tuple(self._buffer("grad", w, accumulation_dtype(w.dtype)) for w in weights)
+
+    def _buffer(self, kind: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        key = (kind, tuple(weight.shape[1:]), dtype, weight.device)
+        if key not in self._buffers:
+            shape = (self.replica_slots, *weight.shape[1:])
+            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=weight.device)
+        return self._buffers[key]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the runtime is closed; make a new one")
+        if self.failure is not None:
+            raise RuntimeError(
+                f"the runtime failed before ({self.failure}); make a new one"
+            ) from self.failure
+
+    def close(self) -> None:
+        """Forget models and buffers; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.attachments.clear()
+        self._buffers.clear()
+        if self._owns_group and self.failure is None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+    def __enter__(self) -> Runtime:
+        """The runtime itself; closed at the end of the block."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+
+def _with_timeout(
+    group: dist.ProcessGroup | None, timeout_s: float | None
+) -> dist.ProcessGroup | None:
+    """A group over the same ranks with its own time-out."""
+    if group is None or timeout_s is None:
+        return group
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s: need more than 0 seconds, got {timeout_s}")
+    made: dist.ProcessGroup = dist.new_group(
+        ranks=dist.get_process_group_ranks(group),
+        timeout=datetime.timedelta(seconds=timeout_s),
+        backend=dist.get_backend(group),
+        use_local_synchronization=True,
+    )
+    return made

@@ -1,0 +1,366 @@
+"""One optimizer step under a plan: which micro-batch a layer is in, and its tables.
+
+A use is one execution of a pass on a micro-batch. Its key travels in the runtime object and in the
+autograd node, never in a queue: backward and recompute run in any order and on any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from relibra.agreement import agree, gather_tensor
+from relibra.balanced_moe import MoEHandle
+from relibra.load_matrix import LoadMatrix
+from relibra.rank_tables import LayerTables, SourceRoute
+from relibra_kernels.errors import PlanError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from relibra.attachment import Attachment
+    from relibra.plan import StepPlan
+    from relibra.trace import DispatchRows
+
+Routes = Mapping[str, Sequence["DispatchRows"]]
+
+
+class Use:
+    """A pass of one micro-batch, as the layers see it while it runs."""
+
+    def __init__(self, step: TrainingStep, pass_: str, micro_batch: int) -> None:
+        self.step, self.pass_, self.micro_batch = step, pass_, micro_batch
+
+    def __str__(self) -> str:
+        """Such as ``optimizer step 1, train, micro-batch 2``."""
+        step = self.step.optimizer_step
+        return f"optimizer step {step}, {self.pass_}, micro-batch {self.micro_batch}"
+
+    def expert_ids(self, layer: int) -> torch.Tensor:
+        """Replayed ids of decoder layer ``layer``, int32 ``[T, K]``."""
+        return self.step.ids(self, self.step.attachment.layer_index(layer))
+
+    def handle(self, layer: int, expert_ids: torch.Tensor | None, num_tokens: int) -> MoEHandle:
+        """The handle of one layer in this use; checks what the host passes against the plan.
+
+        Args:
+            layer: decoder layer number.
+            expert_ids: ``[T, K]`` as the host will use them, None for the replayed ones.
+            num_tokens: T as the host sees it.
+
+        Raises:
+            ValueError: another token count, or ids that differ from the planned ones.
+            RuntimeError: the step has ended.
+        """
+        step = self.step
+        step.require_open(str(self))
+        index = step.attachment.layer_index(layer)
+        planned = step.ids(self, index)
+        what = f"{self}, layer {layer}"
+        if num_tokens != planned.shape[0]:
+            raise ValueError(
+                f"x: need {planned.shape[0]} tokens, as routed for {what}, got {num_tokens}"
+            )
+        if expert_ids is not None:
+            _check_same_ids(expert_ids, planned, what)
+        runtime = step.runtime
+        return MoEHandle(
+            tables=step.tables(self, index),
+            movers=step.attachment.movers(self, index),
+            what=what,
+            combine=runtime.combine,
+            grad_mode=runtime.grad_mode,
+            block_rows=runtime.block_rows,
+            key=(step.attachment.name, step.optimizer_step, self.pass_, self.micro_batch, layer),
+        )
+
+
+class TrainingStep:
+    """Context of one optimizer step; made by ``runtime.step(...)``.
+
+    Entering agrees with all ranks on plan, counts and micro-batches, moves experts if the plan's
+    layout is new, and exchanges the token counts of every micro-batch. Leaving it checks that all
+    ranks got as far; only then may the optimizer run.
+    """
+
+    def __init__(
+        self, attachment: Attachment, plan: StepPlan, routes: Routes, optimizer_step: int
+    ) -> None:
+        self.attachment, self.runtime = attachment, attachment.runtime
+        self.plan, self.optimizer_step = plan, optimizer_step
+        self.routes = {name: list(rows) for name, rows in routes.items()}
+        self.num_uses, self.moved_experts, self.moved_bytes = 0, 0, 0
+        self._sources: dict[tuple[str, int, int], SourceRoute] = {}
+        self._splits: dict[tuple[str, int, int], tuple[list[int], list[int]]] = {}
+        self._tables: dict[tuple[str, int, int], LayerTables] = {}
+        self._open = False
+
+    # -- entering and leaving ----------------------------------------------------------------
+
+    def __enter__(self) -> TrainingStep:
+        """Agree, migrate, exchange counts; collective.
+
+        Raises:
+            PlanError: the plan, the routes or the ranks do not fit together; on every rank.
+            ReplicaSyncError: a rank did not take part in time.
+        """
+        attachment, runtime = self.attachment, self.runtime
+        fault: Exception | None = None
+        try:
+            attachment.check_enter(self)
+            self._check_routes()
+        except (ValueError, TypeError, RuntimeError) as error:
+            fault = error
+        agree(
+            runtime.group,
+            self._facts(),
+            what=f"optimizer step {self.optimizer_step} of model {attachment.name!r}",
+            fault=fault,
+            timeout_s=runtime.timeout_s,
+        )
+        if self.plan.layouts != attachment.layout:
+            self.moved_experts, self.moved_bytes = attachment.migrate(self.plan.layouts)
+        attachment.plan_hash = self.plan.hash
+        self._exchange_counts()
+        attachment.active, self._open = self, True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Check that all ranks executed the same uses; collective unless an error is on its way.
+
+        Raises:
+            PlanError: the ranks executed different numbers of uses.
+            ReplicaSyncError: a rank did not get here in time, or a use failed.
+        """
+        self._open, self.attachment.active = False, None
+        self._tables.clear()
+        self._sources.clear()
+        self.attachment.forget_tasks()
+        if error is not None:
+            return
+        agree(
+            self.runtime.group,
+            {"number of executed uses": self.num_uses},
+            what=f"end of optimizer step {self.optimizer_step}",
+            fault=self.runtime.failure,
+            timeout_s=self.runtime.timeout_s,
+        )
+
+    def require_open(self, what: str) -> None:
+        """Raise unless the step's context is active.
+
+        Raises:
+            RuntimeError: it has ended or was never entered.
+        """
+        if not self._open:
+            raise RuntimeError(
+                f"{what}: its training step is not active; run forward, recompute and backward "
+                "inside `with runtime.step(...)`"
+            )
+
+    # -- what hosts call ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self, *, micro_batch: int, pass_: str = "train") -> Iterator[Use]:
+        """Say which pass and micro-batch the layers execute on this thread.
+
+        Args:
+            micro_batch: number within the rollout batch.
+            pass_: a pass of the plan for which routes were given.
+
+        Raises:
+            ValueError: unknown pass, or a micro-batch outside this optimizer step.
+            RuntimeError: the step has ended.
+        """
+        self.require_open(f"{pass_}, micro-batch {micro_batch}")
+        if pass_ not in self.routes:
+            raise ValueError(f"pass_: need one of {sorted(self.routes)}, got {pass_!r}")
+        if micro_batch not in self._micro_batches(pass_):
+            raise ValueError(
+                f"micro_batch: need one of {self._micro_batches(pass_)} in optimizer step "
+                f"{self.optimizer_step}, got {micro_batch}"
+            )
+        use = Use(self, pass_, micro_batch)
+        backward_follows = torch.is_grad_enabled()
+        with self.attachment.use_on_this_thread(use):
+            yield use
+        if not backward_follows:
+            for index in range(len(self.plan.layouts)):
+                self._tables.pop((pass_, micro_batch, index), None)
+
+    def handle(self, layer: int, expert_ids: torch.Tensor | None = None) -> MoEHandle:
+        """Handle of a layer in the current use, for :func:`relibra.balanced_moe`.
+
+        Args:
+            layer: decoder layer number.
+            expert_ids: ``[T, K]`` to check against the plan, None to skip that.
+        """
+        use = self._current(layer)
+        return use.handle(layer, expert_ids, use.expert_ids(layer).shape[0])
+
+    def route(self, expert_ids_TK: torch.Tensor, layer: int) -> torch.Tensor:
+        """Slot of every choice, for hosts that keep their own dispatcher.
+
+        Args:
+            expert_ids_TK: ``[T, K]``, the replayed ids of the current use.
+            layer: decoder layer number.
+
+        Returns:
+            int32 ``[T, K]`` slot ids ``rank * (H + S) + slot``; -1 stays -1.
+        """
+        use = self._current(layer)
+        index = self.attachment.layer_index(layer)
+        planned = self.ids(use, index)
+        _check_same_ids(expert_ids_TK, planned, f"{use}, layer {layer}")
+        quota = self._source(use, index).quota
+        slots: torch.Tensor = torch.ops.relibra.route_to_slots(
+            planned, quota.expert_first, quota.slot_id, quota.slot_quota
+        )
+        return slots
+
+    # -- what layers call --------------------------------------------------------------------
+
+    def ids(self, use: Use, index: int) -> torch.Tensor:
+        """Replayed ids, int32 ``[T, K]``, of a layer (its place among the MoE layers)."""
+        rows = self.routes[use.pass_][use.micro_batch]
+        return torch.from_numpy(np.ascontiguousarray(rows.layer_ids(index)))
+
+    def tables(self, use: Use, index: int) -> LayerTables:
+        """Tables of one use of one layer; the first call exchanges the rows (collective)."""
+        key = (use.pass_, use.micro_batch, index)
+        if key not in self._tables:
+            runtime, (send, recv) = self.runtime, self._splits[key]
+            movers = self.attachment.movers(use, index)
+            layer = self.attachment.moe_layers[index]
+
+            def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
+                return movers.exchange(x, send, recv, f"{use}, layer {layer}: rows")
+
+            self._tables[key] = LayerTables.build(
+                self.ids(use, index),
+                self._source(use, index),
+                send,
+                recv,
+                exchange,
+                num_home=self.attachment.num_home,
+                block_rows=runtime.block_rows,
+            )
+            self.num_uses += 1
+        return self._tables[key]
+
+    def release(self, use: Use, index: int) -> None:
+        """The backward of a use of a layer is done: its tables are not needed again."""
+        self._tables.pop((use.pass_, use.micro_batch, index), None)
+
+    # -- set-up ------------------------------------------------------------------------------
+
+    def _current(self, layer: int) -> Use:
+        use = self.attachment.current_use(self.attachment.layer_of(layer))
+        if use is None:
+            raise RuntimeError("no micro-batch: call inside `with step.forward(micro_batch=...)`")
+        return use
+
+    def _micro_batches(self, pass_: str) -> list[int]:
+        steps = self.plan.loads[pass_].optimizer_step_M
+        return np.flatnonzero(steps == self.optimizer_step).tolist()
+
+    def _source(self, use: Use, index: int) -> SourceRoute:
+        return self._source_of(use.pass_, use.micro_batch, index)
+
+    def _source_of(self, pass_: str, micro_batch: int, index: int) -> SourceRoute:
+        key = (pass_, micro_batch, index)
+        if key not in self._sources:
+            replica = self.plan.replica_plan(pass_, micro_batch, index)
+            self._sources[key] = SourceRoute.build(
+                replica.layout,
+                replica.replica_slot_expert_GS,
+                self.plan.source_quota(pass_, micro_batch, index),
+                self.runtime.rank,
+                self.runtime.block_rows,
+            )
+        return self._sources[key]
+
+    def _facts(self) -> dict[str, int]:
+        return {
+            "optimizer_step": self.optimizer_step,
+            "passes (CRC-32 of their names)": zlib.crc32("|".join(sorted(self.routes)).encode()),
+            "number of micro-batches": sum(len(rows) for rows in self.routes.values()),
+            "plan hash": int(self.plan.hash[:15], 16),
+        }
+
+    def _check_routes(self) -> None:
+        plan, rank = self.plan, self.runtime.rank
+        if not self.routes:
+            raise PlanError("routes: need at least one pass, got none")
+        for name, rows in self.routes.items():
+            if name not in plan.passes:
+                raise PlanError(f"routes: need passes of {sorted(plan.passes)}, got {name!r}")
+            loads = plan.loads[name]
+            num = loads.rows_MLGE.shape[0]
+            if len(rows) != num:
+                raise PlanError(f"routes[{name!r}]: need {num} micro-batches, got {len(rows)}")
+            unknown = [m for m, part in enumerate(rows) if part.has_unknown]
+            if unknown:
+                raise PlanError(
+                    f"routes[{name!r}]: micro-batch {unknown[0]} has rows that follow the live "
+                    'router; need replayed ids for every row (slice with last_row="fill")'
+                )
+            mine = LoadMatrix.from_rows(rows, loads.optimizer_step_M).rows_MLGE[:, :, 0]
+            planned = loads.rows_MLGE[:, :, rank]
+            if mine.shape != planned.shape:
+                raise PlanError(
+                    f"routes[{name!r}]: need [M, L, E] = {list(planned.shape)}, got "
+                    f"{list(mine.shape)}"
+                )
+            if not np.array_equal(mine, planned):
+                m, layer, expert = np.argwhere(mine != planned)[0].tolist()
+                raise PlanError(
+                    f"routes[{name!r}]: micro-batch {m}, layer {self.attachment.moe_layers[layer]}"
+                    f", expert {expert}: the plan was made for {planned[m, layer, expert]} rows of "
+                    f"this rank, the routes hold {mine[m, layer, expert]}"
+                )
+
+    def _exchange_counts(self) -> None:
+        """Tokens that every rank sends to every rank, for all uses of this step."""
+        runtime = self.runtime
+        keys = [
+            (name, m, index)
+            for name in sorted(self.routes)
+            for m in self._micro_batches(name)
+            for index in range(len(self.plan.layouts))
+        ]
+        sends = torch.zeros(len(keys), runtime.num_ranks, dtype=torch.int32)
+        for place, (name, m, index) in enumerate(keys):
+            ids = self.ids(Use(self, name, m), index)
+            source = self._source_of(name, m, index)
+            sends[place] = source.count_sends(ids, runtime.num_ranks).to(torch.int32)
+        gathered = gather_tensor(sends, runtime.group, "exchange of token counts")
+        all_sends = torch.stack(gathered, 1).numpy()  # [uses, source, destination]
+        for place, key in enumerate(keys):
+            self._splits[key] = (
+                all_sends[place, runtime.rank].tolist(),
+                all_sends[place, :, runtime.rank].tolist(),
+            )
+
+
+def _check_same_ids(expert_ids: torch.Tensor, planned: torch.Tensor, what: str) -> None:
+    if expert_ids.shape != planned.shape:
+        raise ValueError(
+            f"expert_ids: need {list(planned.shape)} for {what}, got {list(expert_ids.shape)}"
+        )
+    if not torch.equal(expert_ids.to(planned.dtype), planned):
+        token, choice = torch.nonzero(expert_ids != planned)[0].tolist()
+        raise ValueError(
+            f"expert_ids: need the replayed ids of {what}, got {int(expert_ids[token, choice])} "
+            f"instead of {int(planned[token, choice])} at token {token}, choice {choice}"
+        )
