@@ -1,0 +1,173 @@
+"""What the commands share: arguments, terminals, and reading loads from a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from relibra.dealing import deal_loads
+from relibra.formats.npz import list_npz, read_npz
+from relibra.formats.trace_file import open_trace
+from relibra.load_matrix import LoadMatrix
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Width of output that goes to a file or a pipe, and the least that shows every table whole.
+_PIPE_COLUMNS, _LEAST_COLUMNS = 120, 104
+
+
+@dataclass(frozen=True)
+class LoadsFile:
+    """Loads read from a file, with what a report must say of them.
+
+    Args:
+        loads: gathered loads.
+        moe_layers: decoder layer numbers.
+        top_k: K; None where the file has counts only.
+        description: the file in words, one fact an item.
+        notes: what was assumed.
+    """
+
+    loads: LoadMatrix
+    moe_layers: tuple[int, ...]
+    top_k: int | None
+    description: dict[str, object]
+    notes: tuple[str, ...] = ()
+
+
+def read_loads(
+    path: Path, num_ranks: int, *, sequences: int | None = None, num_experts: int | None = None
+) -> LoadsFile:
+    """Reads a trace and deals its sequences, or reads counts.
+
+    Args:
+        path: `.safetensors` trace, `.npz` with `routed_experts` and `cu_seqlens`, or `.npz` with
+            `rows_MLGE`.
+        num_ranks: G.
+        sequences: sequences of a micro-batch; None is one a rank.
+        num_experts: E; None is what the file says or shows.
+
+    Raises:
+        OSError: no such file.
+        ValueError: a file or a number that does not fit (TraceError and PlanError are ValueErrors).
+    """
+    if path.suffix == ".npz" and "rows_MLGE" in list_npz(path):
+        loads = LoadMatrix(read_npz(path, ("rows_MLGE",))["rows_MLGE"])
+        if num_experts not in (None, loads.num_experts):
+            raise ValueError(
+                f"--num-experts: need {loads.num_experts} like rows_MLGE of {path.name}, "
+                f"got {num_experts}"
+            )
+        if sequences is not None:
+            raise ValueError(
+                f"--micro-batch-sequences: need a trace, got counts (rows_MLGE) in {path.name}"
+            )
+        shape = list(loads.rows_MLGE.shape)
+        described: dict[str, object] = {"shape": shape, "order": "as in the file"}
+        note = "counts do not say K, so a plan file names 1"
+        return LoadsFile(loads, tuple(range(loads.num_layers)), None, described, (note,))
+    trace = open_trace(path, num_experts)
+    per = num_ranks if sequences is None else sequences
+    loads = deal_loads(trace, num_ranks, per)
+    described = {
+        "sequences": trace.num_samples,
+        "tokens": trace.num_rows,
+        "sequences_per_micro_batch": per,
+        "last_micro_batch_sequences": (trace.num_samples - 1) % per + 1,
+        "order": "as in the file",
+    }
+    notes = trace.notes
+    if not trace.valid.all():
+        notes += (
+            f"{int((~trace.valid).sum())} tokens have no known routing and are not planned for",
+        )
+    return LoadsFile(loads, trace.moe_layers, trace.top_k, described, notes)
+
+
+def add_command(subparsers: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    """Adds a command whose help ends with examples.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` gave.
+        name: of the command.
+        summary: one line.
+        epilog: examples and exit codes, printed as they are.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def whole_number(minimum: int) -> Any:
+    """An argparse type: integers from `minimum` on.
+
+    Args:
+        minimum: smallest number accepted.
+
+    Example:
+        >>> whole_number(1)("8")
+        8
+    """
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"need an integer of at least {minimum}, got {text!r}")
+        return value
+
+    return parse
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """An argparse type: layer numbers such as `1-5` or `0,2,4-6`.
+
+    Args:
+        text: the argument.
+
+    Example:
+        >>> layer_numbers("0,2,4-6")
+        (0, 2, 4, 5, 6)
+    """
+    layers: list[int] = []
+    try:
+        for piece in text.split(","):
+            first, _, last = piece.partition("-")
+            layers += range(int(first), int(last or first) + 1)
+    except ValueError:
+        layers = []
+    if not layers or layers != sorted(set(layers)):
+        raise argparse.ArgumentTypeError(f"need rising numbers such as 1-5 or 0,2,4, got {text!r}")
+    return tuple(layers)
+
+
+def console() -> Console:
+    """Standard output, wide enough for every table: a narrow terminal wraps, no figure is cut."""
+    width = _PIPE_COLUMNS
+    if sys.stdout.isatty():
+        width = max(shutil.get_terminal_size().columns, _LEAST_COLUMNS)
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def print_json(value: object) -> None:
+    """Writes one JSON document to standard output.
+
+    Args:
+        value: plain values.
+    """
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,180 @@
+"""`relibra plan`: figures, files, and refusals without a traceback."""
+
+import json
+
+import numpy as np
+import pytest
+
+from relibra.cli import main
+from relibra.cli_plan import STRATEGIES
+from relibra.load_matrix import LoadMatrix
+from relibra.plan import StepPlan
+from relibra.trace import RoutingTrace
+
+
+@pytest.fixture
+def counts(tmp_path):
+    """Counts of 2 micro-batches, 3 layers, 4 ranks, 8 experts, experts 0 and 1 busy."""
+    rows = np.random.default_rng(0).integers(0, 20, (2, 3, 4, 8))
+    rows[..., :2] += 100
+    np.savez(tmp_path / "counts.npz", rows_MLGE=rows)
+    return tmp_path / "counts.npz"
+
+
+def run(*arguments):
+    return main(["plan", *(str(one) for one in arguments)])
+
+
+def run_json(capsys, *arguments):
+    assert run(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+NODES = ("--nodes", 2, "--ranks-per-node", 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "none", "relibra"), [(1, 1.53, 1.01), (2, 2.05, 1.03), (4, 2.95, 1.07)]
+)
+def test_imbalance_of_the_public_trace(shared_dir, capsys, nodes, none, relibra):
+    path = shared_dir / "data/routing/gptoss20b_routing.npz"
+    made = run_json(
+        capsys, path, "--num-experts", 32, "--nodes", nodes, "--ranks-per-node", 8,
+        "--micro-batch-sequences", 8, "--replica-slots", 1, "--strategy", "none,relibra",
+    )  # fmt: skip
+    assert made["strategies"]["none"]["imbalance_mean"] == pytest.approx(none, abs=0.0055)
+    assert made["strategies"]["relibra"]["imbalance_mean"] <= relibra
+    assert (made["num_micro_batches"], made["num_layers"], made["top_k"]) == (11, 24, 4)
+    assert made["cost"] == "rows"
+    assert made["simulated"] is True
+
+
+def test_all_strategies_are_compared_by_default(counts, capsys):
+    made = run_json(capsys, counts, *NODES)
+    assert list(made["strategies"]) == list(STRATEGIES)
+    not_executable = {name for name, one in made["strategies"].items() if not one["is_executable"]}
+    assert not_executable == {"eplb_oracle", "ideal"}
+    means = {name: one["imbalance_mean"] for name, one in made["strategies"].items()}
+    assert means["ideal"] <= means["relibra"] <= means["none"]
+    assert run(counts, *NODES) == 0
+    assert " ideal* " in capsys.readouterr().out
+
+
+def test_one_table_with_all_figures(counts, capsys):
+    assert run(counts, *NODES, "--strategy", "none,relibra") == 0
+    text = capsys.readouterr().out
+    for word in (
+        "imbalance", "p99", "max", "replic.", "layout", "total", "replicas", "experts",
+        "worst", "planner", "cost mode rows", "simulated", "order as in the file",
+    ):  # fmt: skip
+        assert word in text
+    lines = [line for line in text.splitlines() if line.startswith((" none", " relibra"))]
+    assert [line.split()[0] for line in lines] == ["none", "relibra"]
+    assert all(len(line.split()) == 11 and len(line) <= 104 for line in lines)
+
+
+def test_bytes_need_the_sizes_of_an_expert(counts, capsys):
+    sizes = ("--hidden-size", 1000, "--expert-size", 100)
+    made = run_json(capsys, counts, *NODES, "--strategy", "relibra", *sizes)["strategies"][
+        "relibra"
+    ]
+    assert made["replicas"] > 0
+    assert made["push_bytes"] == made["replicas"] * 3 * 1000 * 100 * 2
+    made = run_json(capsys, counts, *NODES, "--strategy", "relibra")["strategies"]["relibra"]
+    assert made["push_bytes"] is None
+    assert run(counts, *NODES, "--hidden-size", 64) == 2
+    assert "--hidden-size, --expert-size: need both" in capsys.readouterr().err
+
+
+def test_relibra_is_never_worse_than_none(counts, capsys):
+    made = run_json(capsys, counts, *NODES, "--strategy", "none", "--strategy", "relibra")
+    figures = made["strategies"]
+    assert figures["relibra"]["imbalance_mean"] < figures["none"]["imbalance_mean"]
+
+
+def test_out_writes_the_plan_of_relibra(counts, tmp_path, capsys):
+    out = tmp_path / "plan.npz"
+    made = run_json(
+        capsys, counts, *NODES, "--strategy", "none,relibra", "--out", out, "--with-quota"
+    )
+    loads = LoadMatrix(np.load(counts)["rows_MLGE"])
+    plan = StepPlan.load(out, {"train": loads})
+    assert plan.strategy == "relibra"
+    assert plan.hash == made["strategies"]["relibra"]["hash"]
+    assert "quota" in np.load(out).files
+    assert made["out"] == str(out)
+
+
+def test_out_of_a_single_strategy(counts, tmp_path):
+    out = tmp_path / "plan.npz"
+    assert run(counts, *NODES, "--strategy", "none", "--out", out) == 0
+    assert StepPlan.load(out).strategy == "none"
+
+
+def test_a_trace_of_ours(tmp_path, capsys):
+    ids = np.stack([np.arange(60) % 6, np.arange(1, 61) % 6], axis=-1)[:, None]
+    trace = RoutingTrace(ids, np.arange(60) != 3, [0, 20, 40, 60], moe_layers=[7], num_experts=8)
+    trace.save(tmp_path / "t.safetensors")
+    made = run_json(
+        capsys, tmp_path / "t.safetensors", *NODES, "--strategy", "none",
+        "--micro-batch-sequences", 2,
+    )  # fmt: skip
+    assert (made["num_experts"], made["num_micro_batches"]) == (8, 2)
+    assert made["input"]["last_micro_batch_sequences"] == 1
+    assert made["input"]["notes"] == ["1 tokens have no known routing and are not planned for"]
+
+
+def test_the_number_of_experts_is_said_when_it_is_a_guess(tmp_path, capsys):
+    ids = (np.arange(40) % 7).reshape(40, 1, 1)
+    np.savez(tmp_path / "t.npz", routed_experts=ids, cu_seqlens=[0, 20, 40])
+    made = run_json(capsys, tmp_path / "t.npz", *NODES, "--strategy", "none")
+    assert made["num_experts"] == 7
+    assert made["input"]["notes"] == ["num_experts = 7 is the largest id + 1 of t.npz"]
+    assert made["input"]["sequences_per_micro_batch"] == 4
+    made = run_json(capsys, tmp_path / "t.npz", *NODES, "--strategy", "none", "--num-experts", 8)
+    assert (made["num_experts"], made["input"]["notes"]) == (8, [])
+
+
+def write(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "message"),
+    [
+        ("none.npz", (), "none.npz"),
+        ("text.npz", (), "bad_encoding: text.npz: need a zip file"),
+        ("text.safetensors", (), "bad_encoding: text.safetensors: need a whole safetensors file"),
+        ("text.json", (), "need a .safetensors or .npz trace file, got '.json'"),
+        ("other.npz", (), "other.npz: need routed_experts, got a"),
+        ("nan.npz", (), "rows_MLGE: need integers, got float64 array [1, 1, 4, 8] with nan at"),
+        ("negative.npz", (), "rows_MLGE: need values in 0..2147483647, got -1"),
+        ("object.npz", (), "need plain numbers, got pickled objects"),
+        ("flat.npz", (), "rows_MLGE: need shape [any, any, any, any]"),
+        ("counts.npz", ("--nodes", "3"), "4"),  # plan-03: ranks that do not fit the topology
+        ("counts.npz", ("--strategy", "magic"), "--strategy: need one of"),
+        ("counts.npz", ("--with-quota",), "--with-quota: need --out"),
+        ("counts.npz", ("--num-experts", "9"), "--num-experts: need 8"),
+        ("counts.npz", ("--micro-batch-sequences", "2"), "--micro-batch-sequences: need a trace"),
+        ("counts.npz", ("--dtype", "int3"), "dtype: need one of"),
+        ("counts.npz", ("--strategy", "none,lpt", "--out", "p.npz"), "--out: need relibra"),
+        ("trace.npz", ("--micro-batch-sequences", "3"), "need a multiple or a divisor of 4 ranks"),
+        ("trace.npz", ("--num-experts", "3"), "need ids in 0..2, got 3"),
+    ],
+)
+def test_what_cannot_be_used_is_2_in_one_line(counts, tmp_path, capsys, file, arguments, message):
+    for name in ("text.npz", "text.safetensors", "text.json"):
+        write(tmp_path, name, b"hello, this is not what the name says")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    np.savez(tmp_path / "nan.npz", rows_MLGE=np.full((1, 1, 4, 8), np.nan))
+    np.savez(tmp_path / "negative.npz", rows_MLGE=np.full((1, 1, 4, 8), -1))
+    np.savez(tmp_path / "object.npz", rows_MLGE=np.array([{}], object))
+    np.savez(tmp_path / "flat.npz", rows_MLGE=np.zeros(8, int))
+    ids = (np.arange(8) % 4).reshape(8, 1, 1)
+    np.savez(tmp_path / "trace.npz", routed_experts=ids, cu_seqlens=[0, 4, 8])
+    assert run(tmp_path / file, *NODES, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("relibra plan: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
