@@ -103,77 +103,6 @@ def check_tensor(
     return value
 
 
-def check_same_device(**tensors: torch.Tensor | None) -> torch.device:
-    """Checks that all tensors given (None is skipped) live on the device of the first.
-
-    Args:
-        **tensors: the tensors by argument name, in the order of the signature.
-
-    Returns:
-        The common device.
-
-    Raises:
-        ValueError: a tensor on another device than the first, or no tensor at all.
-
-    Example:
-        >>> check_same_device(x=torch.zeros(1), ids=torch.zeros(1), scores=None)
-        device(type='cpu')
-    """
-    first: tuple[str, torch.device] | None = None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if first is None:
-            first = (name, tensor.device)
-        elif tensor.device != first[1]:
-            raise ValueError(
-                f"{name}: need device {first[1]} like {first[0]}, got {describe(tensor)}"
-            )
-    if first is None:
-        raise ValueError(f"{', '.join(tensors)}: need at least one tensor, got None")
-    return first[1]
-
-
-def check_array(
-    name: str,
-    value: object,
-    *,
-    dtype: npt.DTypeLike | tuple[npt.DTypeLike, ...] | None = None,
-    ndim: int | None = None,
-    shape: Sequence[int | None] | None = None,
-) -> npt.NDArray[np.generic]:
-    """Checks kind, dtype and shape of a NumPy array; arguments as in `check_tensor`.
-
-    Args:
-        name: argument name for the message.
-        value: the argument.
-        dtype: the dtype, or the dtypes, accepted; None accepts any.
-        ndim: number of dimensions; None accepts any.
-        shape: sizes, None where any size is right.
-
-    Returns:
-        `value`, known to be an array.
-
-    Raises:
-        TypeError: no array, or another dtype.
-        ValueError: another number of dimensions or size.
-
-    Example:
-        >>> check_array("counts_E", np.zeros(3, np.int32), shape=(4,))
-        Traceback (most recent call last):
-        ValueError: counts_E: need shape [4], got int32 array [3]
-    """
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{name}: need a NumPy array, got {describe(value)}")
-    if dtype is not None:
-        accepted = dtype if isinstance(dtype, tuple) else (dtype,)
-        if value.dtype not in [np.dtype(one) for one in accepted]:
-            need = " or ".join(str(np.dtype(one)) for one in accepted)
-            raise TypeError(f"{name}: need dtype {need}, got {describe(value)}")
-    _check_sizes(name, value, value.shape, ndim, shape)
-    return value
-
-
 def check_int_array(
     name: str,
     value: object,
@@ -211,6 +140,8 @@ def check_int_array(
         ValueError: rows_E: need values in 0..2147483647, got -2 at [1]
     """
     if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bfloat16:  # NumPy has none
+            raise TypeError(f"{name}: need integers, got {describe(value)}")
         value = value.detach().cpu().numpy()
     try:
         array = np.asarray(value)

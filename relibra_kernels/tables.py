@@ -92,6 +92,27 @@ class SlotQuota:
         return self.expert_first, self.slot_id, self.slot_quota, self.slot_first_row
 
 
+def check_offsets(expert_first: torch.Tensor, size: int) -> npt.NDArray[np.int32]:
+    """Refuses offsets that do not cut a list of ``size`` entries.
+
+    Args:
+        expert_first: int32 ``[E+1]`` on the CPU.
+        size: nnz.
+
+    Returns:
+        The offsets.
+
+    Raises:
+        ValueError: they do not ascend from 0 to ``size``.
+    """
+    first: npt.NDArray[np.int32] = expert_first.numpy()
+    if first.size == 0 or first[0] != 0 or first[-1] != size or (np.diff(first) < 0).any():
+        raise ValueError(
+            f"expert_first: need ascending offsets from 0 to {size}, got {first.tolist()}"
+        )
+    return first
+
+
 def check_quota_values(quota: SlotQuota) -> None:
     """Refuses a slot quota whose numbers contradict each other.
 
@@ -101,11 +122,8 @@ def check_quota_values(quota: SlotQuota) -> None:
     Raises:
         ValueError: names the list, the need and the first place that breaks it.
     """
-    first, slots = quota.expert_first.numpy(), quota.slot_id.numpy()
-    if first.size == 0 or first[0] != 0 or first[-1] != slots.size or (np.diff(first) < 0).any():
-        raise ValueError(
-            f"expert_first: need ascending offsets from 0 to {slots.size}, got {first.tolist()}"
-        )
+    slots = quota.slot_id.numpy()
+    first = check_offsets(quota.expert_first, slots.size)
     inside = np.ones(max(slots.size - 1, 0), bool)
     inside[first[(first > 0) & (first < slots.size)] - 1] = False
     wrong = np.flatnonzero(inside & (np.diff(slots) <= 0)) + 1

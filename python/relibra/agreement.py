@@ -7,12 +7,15 @@ faults found between collectives are exchanged here before anybody raises.
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING
+import secrets
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from relibra_kernels.errors import PlanError, ReplicaSyncError
+from relibra_kernels.transport.group import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,14 +23,40 @@ if TYPE_CHECKING:
 _MESSAGE_BYTES = 512  # room for the text of the first fault
 
 
-def group_rank(group: dist.ProcessGroup | None) -> int:
-    """This rank in the group, 0 without a group."""
-    return 0 if group is None else dist.get_rank(group)
+def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
+    """A group over the same ranks with a time-out of its own; collective over ``group``.
 
+    ``dist.new_group`` needs every rank of the world, or else names the group by its ranks and by
+    how many groups this process has: a group made again after the first was destroyed would find
+    the addresses of the first, and ranks with different histories would never meet. So the ranks
+    agree on a name that was never used.
 
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks in the group, 1 without a group."""
-    return 1 if group is None else dist.get_world_size(group)
+    Args:
+        group: ranks and backend.
+        timeout_s: seconds that a collective of the new group waits, more than 0.
+
+    Raises:
+        ReplicaSyncError: a rank did not take part in time.
+    """
+    what = "making the runtime's group"
+    wait_for_all(group, timeout_s, what)
+    mine = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
+    name: Any = f"relibra-{int(gather_tensor(mine, group, what)[0]):x}"
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        made: dist.ProcessGroup = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            dist.get_rank(group),
+            ranks,
+            dist.Backend(dist.get_backend(group)),
+            distributed_c10d._get_default_store(),
+            name,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )[0]
+    except RuntimeError as error:
+        raise _sync_error(what, group, error) from error
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -48,7 +77,7 @@ def gather_tensor(
     if group is None:
         return [x]
     mine = x.to(wire_device(group)).contiguous()
-    out = [torch.empty_like(mine) for _ in range(group_size(group))]
+    out = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         dist.all_gather(out, mine, group=group)
     except RuntimeError as error:
@@ -95,7 +124,7 @@ def agree(
 
     Raises:
         PlanError: another rank has a fault, or a fact differs; the message names ranks and values.
-        ReplicaSyncError: a rank did not take part in time.
+        ReplicaSyncError: a rank did not take part in time, or the fault of another rank is one.
         Exception: ``fault`` itself on the rank that has it.
     """
     if group is None:
@@ -115,7 +144,8 @@ def agree(
     refused = [rank for rank, row in enumerate(table) if row[0]]
     if refused:
         told = bytes(gathered[refused[0]][size:].tolist()).rstrip(b"\0").decode(errors="replace")
-        raise PlanError(f"{what}: refused by rank(s) {refused}; rank {refused[0]}: {told}")
+        kind = ReplicaSyncError if told.startswith(ReplicaSyncError.__name__) else PlanError
+        raise kind(f"{what}: refused by rank(s) {refused}; rank {refused[0]}: {told}")
     for place, name in enumerate(facts, start=1):
         values = [row[place] for row in table]
         if len(set(values)) > 1:
@@ -124,7 +154,7 @@ def agree(
 
 
 def _sync_error(what: str, group: dist.ProcessGroup, error: Exception) -> ReplicaSyncError:
+    ranks = Ranks.of(group)
     return ReplicaSyncError(
-        f"{what}: rank {group_rank(group)} of {group_size(group)} waited in vain for its peers "
-        f"({error})"
+        f"{what}: rank {ranks.rank} of {ranks.size} waited in vain for its peers ({error})"
     )

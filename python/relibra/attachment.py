@@ -6,19 +6,20 @@ import contextlib
 import dataclasses
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from relibra.agreement import agree, gather_tensor
 from relibra.balanced_moe import MoEHandle
 from relibra.layout import ExpertLayout
 from relibra.local_use import count_ids
 from relibra.migrate import expert_fields, move_fields, move_lists
 from relibra.module import BalancedMoE
 from relibra.movers import GroupMovers
+from relibra.plan import StepPlan
 from relibra.rank_tables import LayerTables, SourceRoute
 from relibra_kernels.errors import PlanError
 
@@ -44,6 +45,8 @@ class Attachment:
         self.runtime, self.model, self.optimizer, self.name = runtime, model, optimizer, name
         self.layers = find_layers(model, runtime)
         self.moe_layers = tuple(sorted(self.layers))
+        if optimizer is not None:
+            _check_holds(optimizer, self.layers)
         first = self.layers[self.moe_layers[0]]
         self.num_home = first.w13.shape[0]
         identity = ExpertLayout.identity(first.num_experts, runtime.num_ranks)
@@ -51,7 +54,8 @@ class Attachment:
         self.plan_hash: str | None = None
         self.active: TrainingStep | None = None
         self._thread = threading.local()
-        self._task_uses: dict[int, Use] = {}  # autograd graph task -> use it belongs to
+        # Autograd graph task -> use whose backward it runs, None while it mixes several.
+        self._task_uses: dict[int, Use | None] = {}
         self._hook = model.register_forward_hook(_OutputMarker(self))
         for moe in self.layers.values():
             moe._attachment = weakref.ref(self)
@@ -60,7 +64,26 @@ class Attachment:
 
     def owns(self, moe: BalancedMoE) -> bool:
         """Whether this very module is attached; a deep copy of it is not."""
-        return self.layers.get(moe.layer) is moe and self.name in self.runtime.attachments
+        held = self.runtime.attachments.get(self.name) is self
+        return held and self.layers.get(moe.layer) is moe
+
+    def part(self, module: nn.Module | None) -> nn.Module:
+        """A part of the model whose layout is this one's, None for the whole model.
+
+        Raises:
+            ValueError: it holds MoE layers of another model, such as a copy of this one.
+        """
+        for name, moe in (self.model if module is None else module).named_modules():
+            if isinstance(moe, BalancedMoE) and not self.owns(moe):
+                raise ValueError(
+                    f"module: need a part of the attached model {self.name!r}, got one whose MoE "
+                    f"layer {name!r} is not attached: its experts may lie in another layout"
+                )
+        return self.model if module is None else module
+
+    def release(self) -> None:
+        """The runtime forgets this model."""
+        self._hook.remove()
 
     def layer_of(self, layer: int) -> BalancedMoE:
         """The module of a decoder layer.
@@ -100,22 +123,30 @@ class Attachment:
             RuntimeError: inside a backward (recompute) whose micro-batch cannot be told.
         """
         task = torch._C._current_graph_task_id()
-        if task >= 0 and task in self._task_uses:
-            return self._task_uses[task]
         use: Use | None = getattr(self._thread, "use", None)
+        if task >= 0:
+            use = self._task_uses.get(task, use)
         if use is None and task >= 0 and self.active is not None:
             raise RuntimeError(
                 f"layer {moe.layer} is recomputed in a backward whose micro-batch cannot be told: "
                 "call backward on a value computed from the output of the attached model, or "
-                "inside `with step.forward(micro_batch=...)`"
+                "inside `with step.forward(micro_batch=...)`, and do not interleave the layers of "
+                "several micro-batches in one graph"
             )
         return use
 
-    def enter_task(self, use: Use) -> None:
-        """The running backward belongs to ``use``; recomputed layers look it up."""
+    def enter_task(self, use: Use, *, at_output: bool = False) -> None:
+        """The running backward belongs to ``use``; recomputed layers look it up.
+
+        At an output of the model the backward of a use begins. A layer of another use than the one
+        before says that the graph mixes them: then nobody can tell what is recomputed next.
+        """
         task = torch._C._current_graph_task_id()
-        if task >= 0:
-            self._task_uses[task] = use
+        if task < 0:
+            return
+        before = self._task_uses.get(task, use)
+        mixed = not at_output and (before is None or before.key != use.key)
+        self._task_uses[task] = None if mixed else use
 
     def forget_tasks(self) -> None:
         """No backward of the ended step can run any more."""
@@ -129,7 +160,7 @@ class Attachment:
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 register: Callable[..., Any] = tensor.register_hook
-                register(lambda grad, use=use: self.enter_task(use))
+                register(lambda grad, use=use: self.enter_task(use, at_output=True))
 
     # -- movers and handles ------------------------------------------------------------------
 
@@ -148,7 +179,7 @@ class Attachment:
         alone[runtime.rank] = counts.numpy()
         own = SourceRoute.live(alone, layout, runtime.replica_slots, runtime.rank, 1)
         sends = own.count_sends(ids, runtime.num_ranks)
-        gathered = torch.stack(gather_tensor(torch.cat([counts, sends]), runtime.group, what))
+        gathered = torch.stack(runtime.gather(torch.cat([counts, sends]), what))
         counts_GE, sends_GG = torch.split(gathered, [moe.num_experts, runtime.num_ranks], 1)
         source = SourceRoute.live(
             counts_GE.numpy(), layout, runtime.replica_slots, runtime.rank, runtime.block_rows
@@ -198,6 +229,8 @@ class Attachment:
             PlanError, RuntimeError: what is wrong, on this rank.
         """
         plan, runtime = step.plan, self.runtime
+        if not isinstance(plan, StepPlan):
+            raise TypeError(f"plan: need a StepPlan, got {type(plan).__name__}")
         if self.active is not None:
             raise RuntimeError(f"model {self.name!r} is in a training step already")
         if not plan.is_executable:
@@ -231,38 +264,62 @@ class Attachment:
             Experts that changed their rank, and bytes that this rank sent.
 
         Raises:
-            PlanError: ranks hold different optimizer states.
+            PlanError: layouts that do not fit, or ranks with different layouts or optimizer states.
+            RuntimeError: inside a training step.
             ReplicaSyncError: a rank did not take part.
         """
-        fields_by_layer, fault = {}, None
+        fields_by_layer: dict[int, dict[str, torch.Tensor]] = {}
+        fault: Exception | None = None
         try:
+            if self.active is not None:
+                raise RuntimeError(f"model {self.name!r} is in a training step: experts stay")
+            self.check_layouts(layouts)
             for layer in self.moe_layers:
                 fields_by_layer[layer] = expert_fields(self.layers[layer], self.optimizer)
-        except ValueError as error:
-            fault = error
+        except Exception as error:  # whatever it is, the peers must hear of it
+            fault, layouts = error, ()
         names = [f"{layer}.{n}" for layer, fields in fields_by_layer.items() for n in fields]
-        facts = {"number of tensors with an expert axis": len(names)}
-        runtime = self.runtime
-        agree(runtime.group, facts, what="migration", fault=fault, timeout_s=runtime.timeout_s)
-        moved, sent = 0, 0
-        for layer, old, new in zip(self.moe_layers, self.layout, layouts, strict=True):
+        homes = b"".join(layout.home_slot_expert_GH.tobytes() for layout in layouts)
+        facts = {
+            "number of tensors with an expert axis": len(names),
+            "tensors with an expert axis (CRC-32 of their names)": zlib.crc32(
+                "|".join(names).encode()
+            ),
+            "layouts (CRC-32)": zlib.crc32(homes),
+        }
+        self.runtime.agree(facts, what="migration", fault=fault)
+        moved = sum(
+            len(old.moved_experts(new)) for old, new in zip(self.layout, layouts, strict=True)
+        )
+        try:
+            sent = self._move(layouts, [list(f.values()) for f in fields_by_layer.values()])
+        except Exception as error:
+            self.runtime.failure = error  # some experts have moved and some have not
+            raise
+        if layouts != self.layout:
+            self.layout, self.plan_hash = layouts, None
+        return moved, sent
+
+    def _move(
+        self, layouts: tuple[ExpertLayout, ...], fields_L: Sequence[Sequence[torch.Tensor]]
+    ) -> int:
+        """Moves the fields of every layer whose layout changes; returns bytes sent."""
+        sent, movers, rank = 0, self.movers(None, None), self.runtime.rank
+        for layer, old, new, fields in zip(
+            self.moe_layers, self.layout, layouts, fields_L, strict=True
+        ):
             if old == new:
                 continue
-            moved += len(old.moved_experts(new))
-            movers = self.movers(None, None)
 
             def exchange(
                 x: torch.Tensor, send: list[int], recv: list[int], layer: int = layer
             ) -> torch.Tensor:
-                return movers.exchange(x, send, recv, f"migration of layer {layer}")  # noqa: B023
+                return movers.exchange(x, send, recv, f"migration of layer {layer}")
 
-            lists = move_lists(old, new, runtime.rank)
-            sent += move_fields(list(fields_by_layer[layer].values()), lists, exchange)
-            home = new.home_slot_expert_GH[runtime.rank]
-            self.layers[layer].home_slot_expert.copy_(torch.tensor(home.tolist()))
-        self.layout = tuple(layouts)
-        self.plan_hash = None
-        return moved, sent
+            sent += move_fields(fields, move_lists(old, new, rank), exchange)
+            home = new.home_slot_expert_GH[rank].tolist()
+            self.layers[layer].home_slot_expert.copy_(torch.tensor(home))
+        return sent
 
 
 class _OutputMarker:
@@ -293,13 +350,18 @@ def find_layers(model: nn.Module, runtime: Runtime) -> dict[int, BalancedMoE]:
     """MoE layers of a model by decoder layer number.
 
     Raises:
-        ValueError: none, two with one number, different sizes, or sharded for another group.
+        ValueError: none, two with one number, different sizes, attached already, sharded for
+            another group, or not in identity layout.
     """
     layers: dict[int, BalancedMoE] = {}
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, BalancedMoE)]
     for name, moe in found:
         if moe.layer in layers:
             raise ValueError(f"model: layer number {moe.layer} appears twice, again at {name!r}")
+        if moe.is_attached:
+            raise ValueError(
+                f"model: {name!r} is attached already; need runtime.detach or runtime.close first"
+            )
         if (moe.num_ranks, moe.rank) != (runtime.num_ranks, runtime.rank):
             raise ValueError(
                 f"model: {name!r} is shard {moe.rank} of {moe.num_ranks}, this is rank "
@@ -317,6 +379,22 @@ def find_layers(model: nn.Module, runtime: Runtime) -> dict[int, BalancedMoE]:
     if len({moe.num_experts for moe in layers.values()}) > 1:
         raise ValueError("model: need the same number of experts in all MoE layers")
     return layers
+
+
+def _check_holds(optimizer: torch.optim.Optimizer, layers: Mapping[int, BalancedMoE]) -> None:
+    """Moments of weights that this optimizer does not train would stay behind when experts move.
+
+    Raises:
+        ValueError: a trainable expert weight is in none of its parameter groups.
+    """
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for layer, moe in layers.items():
+        for name, param in moe.named_parameters():
+            if param.requires_grad and id(param) not in held:
+                raise ValueError(
+                    f"optimizer: need all trainable expert weights of the model in its parameter "
+                    f"groups, got none with {name} of layer {layer}"
+                )
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

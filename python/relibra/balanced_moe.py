@@ -17,6 +17,7 @@ import torch
 
 from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
 from relibra_kernels.checks import check_tensor
+from relibra_kernels.reference.combine import accumulation_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,7 @@ class MoEHandle:
     Attributes:
         tables: index tables of this use.
         movers: transports and replica storage.
-        what: names the use in errors, such as ``step 3 train micro-batch 0 layer 5``.
+        what: names the use in errors: ``optimizer step 3, train, micro-batch 0, layer 5``.
         combine: ``"reduced"`` sums a token's rows at each destination; ``"exact"`` returns every
             row and sums at the source in choice order, bitwise independent of the plan.
         grad_mode: ``"returned"`` or ``"main_grad"`` (adds to ``param.main_grad``, fp32).
@@ -100,7 +101,8 @@ def balanced_moe(
 
     Args:
         x_TD: ``[T, D]`` activations, any float dtype.
-        scores_TK: ``[T, K]`` weights of the choices, computed in fp32 or wider.
+        scores_TK: ``[T, K]`` weights of the choices, any float dtype; used, and sent, in fp32
+            (fp64 with fp64 activations).
         w13_H2FD: ``[H, 2F, D]`` gate and up weights of the home slots, dtype of ``x_TD``.
         w2_HDF: ``[H, D, F]`` down weights of the home slots, dtype of ``x_TD``.
         handle: the use, from ``step.handle(...)`` or :class:`relibra.BalancedMoE`.
@@ -141,11 +143,6 @@ def _check(
         )
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of scores on the wire and of weight gradients: fp32, fp64 for fp64 weights."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 class _BalancedMoE(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -157,7 +154,8 @@ class _BalancedMoE(torch.autograd.Function):
         handle: MoEHandle,
     ) -> torch.Tensor:
         tables = handle.tables
-        x_UD, scores_UK = _dispatch(x_TD, scores_TK, handle)
+        wide_TK = scores_TK.to(accumulation_dtype(x_TD.dtype))
+        x_UD, scores_UK = _dispatch(x_TD, wide_TK, handle)
         replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
         rows_RD = _relibra.token_permute(x_UD, tables.row_to_token_R, tables.token_choice_to_row_UK)
         h_R2F = _gemm(rows_RD, w13, replica13, handle)
@@ -167,7 +165,7 @@ class _BalancedMoE(torch.autograd.Function):
         ctx.scores_dtype = scores_TK.dtype
         ctx.params = (w13, w2)  # saved tensors lose attributes such as main_grad under recompute
         ctx.save_for_backward(x_UD, h_R2F, scores_UK, w13, w2)
-        return combine(y_RD, scores_TK, scores_UK, handle)
+        return combine(y_RD, wide_TK, scores_UK, handle)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -228,9 +226,8 @@ def _dispatch(
     """Sends each token once to every rank that computes a row of it, with its scores there."""
     tables = handle.tables
     x_UD = _exchange(x_TD.index_select(0, tables.send_token_V), handle, "tokens")
-    scores = scores_TK.to(accumulation_dtype(scores_TK.dtype))
     scores_VK = torch.where(
-        tables.send_rows_VK >= 0, scores.index_select(0, tables.send_token_V), 0.0
+        tables.send_rows_VK >= 0, scores_TK.index_select(0, tables.send_token_V), 0.0
     )
     return x_UD, _exchange(scores_VK, handle, "scores")
 
@@ -271,8 +268,7 @@ def _combine_exact(
         tables.send_rows_G,
         f"{handle.what}: output rows",
     )
-    scores = scores_TK.to(accumulation_dtype(scores_TK.dtype))
-    y_TD: torch.Tensor = _relibra.combine(back_ND, tables.choice_to_return_TK, scores)
+    y_TD: torch.Tensor = _relibra.combine(back_ND, tables.choice_to_return_TK, scores_TK)
     return y_TD
 
 
@@ -320,7 +316,8 @@ def _weight_grads(
     chosen = tuple(weights[i] for i in used)
     into_main = handle.grad_mode == "main_grad"
     home = tuple(main_grad_of(w) if into_main else _empty_grad(w) for w in chosen)
-    replica = movers.replica_grads(chosen)
+    num_replica = tables.slot_rows_n.numel() - weights[0].shape[0]  # the runtime may have more
+    replica = tuple(slots[:num_replica] for slots in movers.replica_grads(chosen))
     for i, home_grad, replica_grad in zip(used, home, replica, strict=True):
         grad, rows = operands[i]
         _relibra.grouped_gemm_wgrad(

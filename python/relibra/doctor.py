@@ -174,7 +174,9 @@ def _nvcc() -> Fact:
         return Fact("nvcc", "absent", "not on PATH, and CUDACXX is not set")
     text = _output_of([path, "--version"])
     release = re.search(r"release ([\d.]+)", text)
-    return Fact("nvcc", "ok", f"{release[1] if release else 'version unknown'} ({path})")
+    if release is None:
+        return Fact("nvcc", "absent", f"version unknown: {path} does not answer like nvcc")
+    return Fact("nvcc", "ok", f"{release[1]} ({path})")
 
 
 def _machine() -> list[Fact]:

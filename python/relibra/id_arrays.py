@@ -47,6 +47,8 @@ def as_ids(name: str, value: object) -> IdArray:
         TypeError: ids: need integers, got float64 array [2, 1, 2]
     """
     if isinstance(value, torch.Tensor):
+        if value.is_floating_point():  # also what NumPy has no type for
+            raise TypeError(f"{name}: need integers, got {describe(value)}")
         value = value.detach().cpu().numpy()
     array = value if isinstance(value, np.ndarray) else np.asarray(value)
     if array.dtype.kind not in "iu":

@@ -10,6 +10,7 @@ import torch
 from relibra.balanced_moe import MoEHandle
 from relibra.plan import ExpertLayout
 from relibra.rank_tables import LayerTables, SourceRoute
+from relibra_kernels.reference.combine import accumulation_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +35,8 @@ class LocalMovers:
 
     def replica_grads(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Empty gradient buffers ``[0, ...]``."""
-        wide = [torch.promote_types(w.dtype, torch.float32) for w in weights]
         return tuple(
-            w.new_empty(0, *w.shape[1:], dtype=dtype)
-            for w, dtype in zip(weights, wide, strict=True)
+            w.new_empty(0, *w.shape[1:], dtype=accumulation_dtype(w.dtype)) for w in weights
         )
 
     def reduce(

@@ -44,10 +44,10 @@ def local_experts(whole_E: torch.Tensor, layout: ExpertLayout, rank: int) -> tor
 
 
 def moe_prefixes(module: nn.Module) -> dict[str, BalancedMoE]:
-    """State-dict prefix (with its trailing dot) -> MoE layer, for every layer in ``module``."""
+    """State-dict prefix (with its trailing dot) -> MoE layer, under each of its names."""
     return {
         f"{name}." if name else "": child
-        for name, child in module.named_modules()
+        for name, child in module.named_modules(remove_duplicate=False)
         if isinstance(child, BalancedMoE)
     }
 
@@ -100,7 +100,9 @@ def from_logical(
 def iterate_experts(
     moe: BalancedMoE, layout: ExpertLayout, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """``(expert, {"w13": [2F, D], "w2": [D, F]})`` in expert order; collective."""
+    """``(expert, {"w13": [2F, D], "w2": [D, F]})`` in expert order; collective when called."""
     whole = {name: gather_experts(p, layout, group) for name, p in moe.named_parameters()}
-    for expert in range(moe.num_experts):
-        yield expert, {name: tensor[expert] for name, tensor in whole.items()}
+    return (
+        (expert, {name: tensor[expert] for name, tensor in whole.items()})
+        for expert in range(moe.num_experts)
+    )

@@ -109,14 +109,17 @@ def expert_fields(
     """
     fields: dict[str, torch.Tensor] = {}
     for name, param in moe.named_parameters():
-        fields[name] = param.data
+        # Not `.data`: a graph that still holds the weights must notice that they moved.
+        fields[name] = param.detach()
         for kind in _PENDING_GRADS:
             grad = getattr(param, kind, None)
             if isinstance(grad, torch.Tensor):
                 fields[f"{name}.{kind}"] = grad
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.numel() == 1:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.numel() == 1 and value.shape != param.shape:
                 continue
             if value.dim() == 0 or value.shape[0] != param.shape[0]:
                 raise ValueError(
@@ -142,7 +145,10 @@ def move_fields(fields: Sequence[torch.Tensor], lists: MoveLists, exchange: Exch
     sent = 0
     for dtype in dict.fromkeys(field.dtype for field in fields):
         same = [field for field in fields if field.dtype == dtype]
-        leaving = [field[lists.send_from].flatten(1) for field in same]
+        leaving = [
+            field[lists.send_from].reshape(len(lists.send_from), field[:1].numel())
+            for field in same
+        ]
         packed = torch.cat(leaving, 1)
         arrived = exchange(packed, lists.send_splits, lists.recv_splits)
         sent += packed.numel() * packed.element_size()

@@ -107,15 +107,21 @@ class BalancedMoE(nn.Module):
         """This rank's part of a whole layer, experts laid out in order.
 
         Args:
-            w13_E2FD: ``[E, 2F, D]`` weights of all experts, gate rows first.
-            w2_EDF: ``[E, D, F]``.
+            w13_E2FD: ``[E, 2F, D]`` weights of all experts, gate rows first; any float dtype.
+            w2_EDF: ``[E, D, F]``, dtype and device of ``w13_E2FD``.
             layer: decoder layer number.
             num_ranks: G.
             rank: this rank.
+
+        Raises:
+            TypeError, ValueError: weights that do not fit each other, or a number out of range.
         """
         check_tensor("w13_E2FD", w13_E2FD, ndim=3)
         num_experts, rows13, hidden = w13_E2FD.shape
-        check_tensor("w2_EDF", w2_EDF, shape=(num_experts, hidden, rows13 // 2))
+        if rows13 % 2:
+            raise ValueError(f"w13_E2FD: need [E, 2F, D], got {list(w13_E2FD.shape)}")
+        shape2, like = (num_experts, hidden, rows13 // 2), w13_E2FD
+        check_tensor("w2_EDF", w2_EDF, dtype=like.dtype, shape=shape2, device=like.device)
         place: dict[str, Any] = {"device": w13_E2FD.device, "dtype": w13_E2FD.dtype}
         moe = cls(
             num_experts,
@@ -178,6 +184,11 @@ class BalancedMoE(nn.Module):
                 "is attached: call runtime.attach(model) first"
             )
         return local_handle(expert_ids, self.home_slot_expert, self.num_experts)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a runtime is in charge of this very module."""
+        return self._attached() is not None
 
     def _attached(self) -> Attachment | None:
         attachment = self._attachment() if self._attachment is not None else None

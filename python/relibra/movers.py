@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from relibra_kernels.errors import ReplicaSyncError
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
     from relibra.balanced_moe import MoEHandle
@@ -31,7 +26,7 @@ class GroupMovers:
         self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
     ) -> torch.Tensor:
         """All-to-all of rows."""
-        with self._failures():
+        with self.runtime.noting_failure():
             out: torch.Tensor = self.runtime.dispatcher.exchange(
                 x, send_splits, recv_splits, what=what
             )
@@ -43,7 +38,7 @@ class GroupMovers:
         """Home weights -> replica slots."""
         buffers = self.runtime.weight_buffers(weights)
         pairs = list(zip(weights, buffers, strict=True))
-        with self._failures():
+        with self.runtime.noting_failure():
             self.runtime.replicas.push(
                 pairs, tables.push_list, tables.pull_list, what=f"{what}: push"
             )
@@ -62,7 +57,7 @@ class GroupMovers:
     ) -> None:
         """Replica gradients -> home gradients."""
         pairs = list(zip(replica_grads, home_grads, strict=True))
-        with self._failures():
+        with self.runtime.noting_failure():
             self.runtime.replicas.reduce(
                 pairs, tables.push_list, tables.pull_list, what=f"{what}: home-reduce"
             )
@@ -77,12 +72,3 @@ class GroupMovers:
         """The tables of this use of this layer are not needed again."""
         if self.use is not None and self.index is not None:
             self.use.step.release(self.use, self.index)
-
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """After a failed collective nothing of this runtime can be trusted."""
-        try:
-            yield
-        except ReplicaSyncError as error:
-            self.runtime.failure = error
-            raise

@@ -337,7 +337,7 @@ class StepPlan:
         """sha256 of all that decides execution, counts included; ranks compare it."""
         return plan_check.plan_hash(self)
 
-    def save(self, path: str | Path, *, with_quota: bool = False) -> None:
+    def save(self, path: str | Path, with_quota: bool = False) -> None:
         """Writes the plan as `.npz`, format in `relibra.plan_file`.
 
         Args:

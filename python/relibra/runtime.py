@@ -6,25 +6,28 @@ layout of its own), ``GroupMovers`` moves the data of one use of one layer.
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from relibra import logical_state
-from relibra.agreement import agree, gather_tensor, group_rank, group_size
+from relibra.agreement import agree, gather_tensor, own_group
 from relibra.attachment import Attachment
-from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES, accumulation_dtype
+from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
 from relibra.load_matrix import LoadMatrix
 from relibra.step import Routes, TrainingStep
 from relibra.topology import Topology
-from relibra_kernels.errors import PlanError
+from relibra_kernels.checks import check_choice, check_int
+from relibra_kernels.errors import PlanError, ReplicaSyncError
+from relibra_kernels.reference.combine import accumulation_dtype
 from relibra_kernels.transport.dispatch import FlatDispatch
+from relibra_kernels.transport.group import Ranks
 from relibra_kernels.transport.replica import DistReplica
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -52,7 +55,9 @@ class Runtime:
             With a number the runtime makes a group of its own over the same ranks (collective).
 
     Raises:
-        ValueError: an unknown mode, or a topology of another size than the group.
+        TypeError, ValueError: an unknown mode, a number out of range, or a topology of another
+            size than the group.
+        ReplicaSyncError: with ``timeout_s``: a rank did not take part in time.
 
     Example:
         >>> runtime = Runtime()
@@ -72,28 +77,24 @@ class Runtime:
         block_rows: int = 16,
         timeout_s: float | None = None,
     ) -> None:
-        for name, value, known in (
-            ("transport", transport, TRANSPORTS),
-            ("combine", combine, COMBINE_MODES),
-            ("grad_mode", grad_mode, GRAD_MODES),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}: need one of {list(known)}, got {value!r}")
-        if replica_slots < 0 or block_rows < 1:
-            raise ValueError(
-                "replica_slots, block_rows: need at least 0 and 1, got "
-                f"{replica_slots} and {block_rows}"
-            )
-        self.num_ranks, self.rank = group_size(group), group_rank(group)
+        check_choice("transport", transport, TRANSPORTS)
+        self.combine = check_choice("combine", combine, COMBINE_MODES)
+        self.grad_mode = check_choice("grad_mode", grad_mode, GRAD_MODES)
+        self.replica_slots = check_int("replica_slots", replica_slots, minimum=0)
+        self.block_rows = check_int("block_rows", block_rows, minimum=1)
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s: need more than 0 seconds, got {timeout_s}")
+        ranks = Ranks.of(group)
+        self.num_ranks, self.rank = ranks.size, ranks.rank
         self.topology = topology or Topology(1, self.num_ranks)
         if self.topology.num_ranks != self.num_ranks:
             raise ValueError(
                 f"topology: need {self.num_ranks} ranks as in the group, got {self.topology}"
             )
+        self.group, self.timeout_s = group, timeout_s
         self._owns_group = group is not None and timeout_s is not None
-        self.group = _with_timeout(group, timeout_s) if self._owns_group else group
-        self.replica_slots, self.block_rows = replica_slots, block_rows
-        self.combine, self.grad_mode, self.timeout_s = combine, grad_mode, timeout_s
+        if group is not None and timeout_s is not None:
+            self.group = own_group(group, timeout_s)
         self.dispatcher = FlatDispatch(self.group)
         self.replicas = DistReplica(self.group)
         self.failure: Exception | None = None
@@ -117,8 +118,8 @@ class Runtime:
             name: of the model; the first one attached is the default elsewhere.
 
         Raises:
-            ValueError: no MoE layer, two with one number, a name in use, or a layer sharded for
-                another group.
+            ValueError: no MoE layer, two with one number, a name in use, or a layer that is
+                attached already, sharded for another group or not in identity layout.
         """
         self._require_open()
         if name in self.attachments:
@@ -132,7 +133,7 @@ class Runtime:
 
     def detach(self, name: str) -> None:
         """Forget a model; its layers keep their weights where they are."""
-        self.attachment(name)
+        self.attachment(name).release()
         del self.attachments[name]
 
     def attachment(self, name: str | None = None) -> Attachment:
@@ -140,7 +141,9 @@ class Runtime:
 
         Raises:
             ValueError: there is no such model.
+            RuntimeError: the runtime was closed, or a collective of it failed.
         """
+        self._require_open()
         known = list(self.attachments)
         chosen = name if name is not None else (known[0] if known else None)
         if chosen is None or chosen not in self.attachments:
@@ -155,12 +158,19 @@ class Runtime:
     def set_layout(self, layouts: Sequence[ExpertLayout], model: str | None = None) -> int:
         """Move experts to given layouts, such as identity before an export; collective.
 
+        Args:
+            layouts: one a MoE layer by ascending number, the same on all ranks.
+            model: name of the attached model, by default the first.
+
         Returns:
             Number of experts that changed their rank, over all layers.
+
+        Raises:
+            PlanError: layouts that do not fit the model or differ between ranks; on every rank.
+            RuntimeError: inside a training step, whose plan says where experts are.
+            ReplicaSyncError: a rank did not take part in time.
         """
-        attachment = self.attachment(model)
-        attachment.check_layouts(layouts)
-        return attachment.migrate(tuple(layouts))[0]
+        return self.attachment(model).migrate(tuple(layouts))[0]
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -181,12 +191,12 @@ class Runtime:
         fault = PlanError("loads: need one rank's own counts") if loads.is_gathered else None
         shape = loads.rows_MLGE.shape
         facts = {"number of micro-batches": shape[0], "MoE layers": shape[1], "experts": shape[3]}
-        agree(self.group, facts, what="gather_loads", fault=fault, timeout_s=self.timeout_s)
+        self.agree(facts, what="gather_loads", fault=fault)
         parts = []
         padding = loads.padding_MLGE if loads.padding_MLGE is not None else loads.rows_MLGE * 0
         packed = [loads.rows_MLGE, padding, loads.num_unknown_ML, loads.optimizer_step_M]
         flat = torch.cat([torch.tensor(part, dtype=torch.int32).reshape(-1) for part in packed])
-        for part in gather_tensor(flat, self.group, "gather_loads"):
+        for part in self.gather(flat, "gather_loads"):
             fields = part.numpy()
             cut: list[Any] = []
             for own in packed:
@@ -211,8 +221,11 @@ class Runtime:
                 rollout batch.
             optimizer_step: which optimizer step of the batch this context covers.
             model: name of the attached model, by default the first.
+
+        Raises:
+            ValueError: there is no such model.
+            RuntimeError: the runtime was closed, or a collective of it failed.
         """
-        self._require_open()
         return TrainingStep(self.attachment(model), plan, routes, optimizer_step)
 
     # -- state in expert order ---------------------------------------------------------------
@@ -223,19 +236,32 @@ class Runtime:
         """State dict with whole expert tensors ``[E, ...]`` in expert order; collective.
 
         Args:
-            module: part of an attached model, by default all of it.
-            model: name of the attached model.
+            module: part of the attached model, by default all of it.
+            model: name of the attached model, by default the first.
+
+        Raises:
+            ValueError: ``module`` holds MoE layers of another model.
         """
         attachment = self.attachment(model)
-        target = module if module is not None else attachment.model
+        target = attachment.part(module)
         return logical_state.to_logical(target, attachment.layouts_by_layer(), self.group)
 
     def load_logical_state_dict(
         self, module: nn.Module | None, state: dict[str, Any], model: str | None = None
     ) -> None:
-        """Load a state in expert order, saved under any layout and any number of ranks."""
+        """Load a state in expert order, saved under any layout and any number of ranks.
+
+        Args:
+            module: part of the attached model, None for all of it.
+            state: from `logical_state_dict` of the same part.
+            model: name of the attached model, by default the first.
+
+        Raises:
+            ValueError: ``module`` holds MoE layers of another model, or an expert tensor is
+                missing or of another size.
+        """
         attachment = self.attachment(model)
-        target = module if module is not None else attachment.model
+        target = attachment.part(module)
         logical_state.from_logical(target, state, attachment.layouts_by_layer(), self.rank)
 
     def export_experts(
@@ -273,6 +299,27 @@ class Runtime:
             self._buffers[key] = torch.zeros(shape, dtype=dtype, device=weight.device)
         return self._buffers[key]
 
+    # -- collectives -------------------------------------------------------------------------
+
+    def agree(self, facts: Mapping[str, int], *, what: str, fault: Exception | None = None) -> None:
+        """`relibra.agreement.agree` on this runtime's group."""
+        with self.noting_failure():
+            agree(self.group, facts, what=what, fault=fault, timeout_s=self.timeout_s)
+
+    def gather(self, x: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """``x`` of every rank, by rank; all must have the same shape."""
+        with self.noting_failure():
+            return gather_tensor(x, self.group, what)
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """After a failed collective the ranks may stand anywhere: nothing here can be trusted."""
+        try:
+            yield
+        except ReplicaSyncError as error:
+            self.failure = error
+            raise
+
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the runtime is closed; make a new one")
@@ -286,6 +333,8 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        for attachment in self.attachments.values():
+            attachment.release()
         self.attachments.clear()
         self._buffers.clear()
         if self._owns_group and self.failure is None and dist.is_initialized():
@@ -298,20 +347,3 @@ class Runtime:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
-
-
-def _with_timeout(
-    group: dist.ProcessGroup | None, timeout_s: float | None
-) -> dist.ProcessGroup | None:
-    """A group over the same ranks with its own time-out."""
-    if group is None or timeout_s is None:
-        return group
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s: need more than 0 seconds, got {timeout_s}")
-    made: dist.ProcessGroup = dist.new_group(
-        ranks=dist.get_process_group_ranks(group),
-        timeout=datetime.timedelta(seconds=timeout_s),
-        backend=dist.get_backend(group),
-        use_local_synchronization=True,
-    )
-    return made

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from relibra.agreement import agree, gather_tensor
 from relibra.balanced_moe import MoEHandle
 from relibra.load_matrix import LoadMatrix
 from relibra.rank_tables import LayerTables, SourceRoute
@@ -35,6 +34,7 @@ class Use:
 
     def __init__(self, step: TrainingStep, pass_: str, micro_batch: int) -> None:
         self.step, self.pass_, self.micro_batch = step, pass_, micro_batch
+        self.key = (step.optimizer_step, pass_, micro_batch)
 
     def __str__(self) -> str:
         """Such as ``optimizer step 1, train, micro-batch 2``."""
@@ -109,20 +109,15 @@ class TrainingStep:
             PlanError: the plan, the routes or the ranks do not fit together; on every rank.
             ReplicaSyncError: a rank did not take part in time.
         """
-        attachment, runtime = self.attachment, self.runtime
+        attachment = self.attachment
         fault: Exception | None = None
         try:
             attachment.check_enter(self)
             self._check_routes()
-        except (ValueError, TypeError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the peers must hear of it
             fault = error
-        agree(
-            runtime.group,
-            self._facts(),
-            what=f"optimizer step {self.optimizer_step} of model {attachment.name!r}",
-            fault=fault,
-            timeout_s=runtime.timeout_s,
-        )
+        what = f"optimizer step {self.optimizer_step} of model {attachment.name!r}"
+        self.runtime.agree(self._facts(), what=what, fault=fault)
         if self.plan.layouts != attachment.layout:
             self.moved_experts, self.moved_bytes = attachment.migrate(self.plan.layouts)
         attachment.plan_hash = self.plan.hash
@@ -148,12 +143,10 @@ class TrainingStep:
         self.attachment.forget_tasks()
         if error is not None:
             return
-        agree(
-            self.runtime.group,
+        self.runtime.agree(
             {"number of executed uses": self.num_uses},
             what=f"end of optimizer step {self.optimizer_step}",
             fault=self.runtime.failure,
-            timeout_s=self.runtime.timeout_s,
         )
 
     def require_open(self, what: str) -> None:
@@ -295,7 +288,7 @@ class TrainingStep:
             "optimizer_step": self.optimizer_step,
             "passes (CRC-32 of their names)": zlib.crc32("|".join(sorted(self.routes)).encode()),
             "number of micro-batches": sum(len(rows) for rows in self.routes.values()),
-            "plan hash": int(self.plan.hash[:15], 16),
+            "plan hash": int(getattr(self.plan, "hash", "0")[:15], 16),
         }
 
     def _check_routes(self) -> None:
@@ -305,6 +298,11 @@ class TrainingStep:
         for name, rows in self.routes.items():
             if name not in plan.passes:
                 raise PlanError(f"routes: need passes of {sorted(plan.passes)}, got {name!r}")
+            if name not in plan.loads:
+                raise PlanError(
+                    f"plan: need the loads of pass {name!r} to split rows by source, got none; "
+                    "read the plan with StepPlan.load(path, loads=...)"
+                )
             loads = plan.loads[name]
             num = loads.rows_MLGE.shape[0]
             if len(rows) != num:
@@ -329,6 +327,11 @@ class TrainingStep:
                     f", expert {expert}: the plan was made for {planned[m, layer, expert]} rows of "
                     f"this rank, the routes hold {mine[m, layer, expert]}"
                 )
+        if not any(self._micro_batches(name) for name in self.routes):
+            steps = {int(s) for name in self.routes for s in plan.loads[name].optimizer_step_M}
+            raise PlanError(
+                f"optimizer_step: need one of {sorted(steps)}, got {self.optimizer_step!r}"
+            )
 
     def _exchange_counts(self) -> None:
         """Tokens that every rank sends to every rank, for all uses of this step."""
@@ -344,7 +347,7 @@ class TrainingStep:
             ids = self.ids(Use(self, name, m), index)
             source = self._source_of(name, m, index)
             sends[place] = source.count_sends(ids, runtime.num_ranks).to(torch.int32)
-        gathered = gather_tensor(sends, runtime.group, "exchange of token counts")
+        gathered = runtime.gather(sends, "exchange of token counts")
         all_sends = torch.stack(gathered, 1).numpy()  # [uses, source, destination]
         for place, key in enumerate(keys):
             self._splits[key] = (
@@ -354,6 +357,8 @@ class TrainingStep:
 
 
 def _check_same_ids(expert_ids: torch.Tensor, planned: torch.Tensor, what: str) -> None:
+    if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
+        raise TypeError(f"expert_ids: need an integer dtype for {what}, got {expert_ids.dtype}")
     if expert_ids.shape != planned.shape:
         raise ValueError(
             f"expert_ids: need {list(planned.shape)} for {what}, got {list(expert_ids.shape)}"

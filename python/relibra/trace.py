@@ -326,7 +326,10 @@ class RoutingTrace:
         )
         kind[unknown_last] = DispatchRows.KIND_UNKNOWN
         kind[to_fill] = DispatchRows.KIND_PADDING
-        ids = np.zeros((len(rows), self.num_layers, self.top_k), self.ids.dtype)
+        dtype = self.ids.dtype
+        if np.iinfo(dtype).max < self.num_experts - 1:  # padding may have any id
+            dtype = np.promote_types(dtype, np.min_scalar_type(self.num_experts - 1))
+        ids = np.zeros((len(rows), self.num_layers, self.top_k), dtype)
         ids[source_row >= 0] = self.ids[source_row[source_row >= 0]]
         ids[to_fill] = self._padding_ids(int(to_fill.sum()), pad_fill, ep)
         return DispatchRows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from relibra_kernels.checks import check_tensor, describe
+from relibra_kernels.reference.combine import accumulation_dtype
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IDS = (torch.int32, torch.int64)
@@ -35,6 +36,6 @@ def check_table(name: str, table: torch.Tensor, shape: tuple[int | None, ...], l
 
 def check_wide(name: str, value: torch.Tensor, rows: torch.Tensor, why: str) -> None:
     """A tensor in the accumulation dtype of ``rows``: fp32, fp64 for fp64."""
-    need = torch.promote_types(rows.dtype, torch.float32)
+    need = accumulation_dtype(rows.dtype)
     if value.dtype != need:
         raise TypeError(f"{name}: need dtype {need} ({why}), got {describe(value)}")

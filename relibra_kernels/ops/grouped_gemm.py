@@ -13,6 +13,7 @@ from relibra_kernels.ops.argument_checks import check_float_matrix, check_wide
 from relibra_kernels.reference import grouped_gemm as _grouped_gemm
 from relibra_kernels.reference import grouped_gemm_dgrad as _grouped_gemm_dgrad
 from relibra_kernels.reference import grouped_gemm_wgrad as _grouped_gemm_wgrad
+from relibra_kernels.reference.combine import accumulation_dtype
 from relibra_kernels.tables import HOME, REPLICA, slot_bases, tile_weights
 
 
@@ -171,7 +172,7 @@ def _gemm_backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
             grad_RN, home_w, replica_w, mtile, ctx.block_rows, ctx.exact
         )
     if needs_home or needs_replica:
-        wide = torch.promote_types(rows.dtype, torch.float32)
+        wide = accumulation_dtype(rows.dtype)
         home, replica = (torch.empty_like(w, dtype=wide) for w in (home_w, replica_w))
         torch.ops.relibra.grouped_gemm_wgrad(
             grad_RN,

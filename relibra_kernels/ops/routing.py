@@ -11,6 +11,7 @@ from relibra_kernels.reference import build_route as _build_route
 from relibra_kernels.reference import build_rows as _build_rows
 from relibra_kernels.reference import count_sends as _count_sends
 from relibra_kernels.reference import route_to_slots as _route_to_slots
+from relibra_kernels.tables import check_offsets
 
 
 def check_routing(
@@ -21,16 +22,7 @@ def check_routing(
     check_tensor("expert_first", expert_first, dtype=torch.int32, ndim=1)
     check_tensor("slot_id", slot_id, dtype=torch.int32, ndim=1)
     check_tensor("slot_quota", slot_quota, dtype=torch.int32, shape=tuple(slot_id.shape))
-    first = expert_first.numpy()
-    if (
-        not first.size
-        or first[0] != 0
-        or first[-1] != len(slot_id)
-        or (first[1:] < first[:-1]).any()
-    ):
-        raise ValueError(
-            f"expert_first: need ascending offsets from 0 to {len(slot_id)}, got {first.tolist()}"
-        )
+    check_offsets(expert_first, len(slot_id))
     if len(slot_quota) and int(slot_quota.min()) < 0:
         raise ValueError(f"slot_quota: need counts of at least 0, got {int(slot_quota.min())}")
 

@@ -8,7 +8,7 @@ from relibra_kernels.reference.token_permute import take_rows
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums over rows of ``dtype``: fp32, and fp64 for fp64."""
+    """Dtype of sums over rows of ``dtype``, of scores and of weight gradients: fp32 or fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -141,11 +141,14 @@ def test_a_rank_that_leaves_a_step():
 
 def test_parameters_of_the_runtime_are_checked():
     for options, message in (
-        ({"transport": "nvshmem"}, "transport: need one of \\['auto', 'dist'\\], got 'nvshmem'"),
+        ({"transport": "nvshmem"}, "transport: need one of 'auto', 'dist', got 'nvshmem'"),
         ({"combine": "sum"}, "combine: need one of"),
         ({"grad_mode": "bf16"}, "grad_mode: need one of"),
         ({"topology": relibra.Topology(2, 4)}, "topology: need 1 ranks"),
-        ({"replica_slots": -1}, "replica_slots"),
+        ({"replica_slots": -1}, "replica_slots: need at least 0, got -1"),
+        ({"block_rows": 0}, "block_rows: need at least 1, got 0"),
+        ({"timeout_s": 0}, "timeout_s: need more than 0 seconds, got 0"),
+        ({"timeout_s": float("nan")}, "timeout_s: need more than 0 seconds, got nan"),
     ):
         with pytest.raises(ValueError, match=message):
             relibra.Runtime(**options)

@@ -194,3 +194,52 @@ def test_recompute_without_a_known_micro_batch_is_refused():
                 model(x.requires_grad_(), scores, wrap=wrapper("non-reentrant", kept))
         with pytest.raises(RuntimeError, match="micro-batch cannot be told"):
             kept[0].sum().backward()
+
+
+class _EqualTokens(World):
+    """Tables of one micro-batch would fit the tokens of another."""
+
+    def tokens_of(self, rank, m):
+        return self.tokens
+
+
+MIXED = _EqualTokens(1, 1, num_experts=8, top_k=2, num_layers=2, micro_batches=2, tokens=9, seed=3)
+
+
+def backward_of_two_micro_batches(interleaved):
+    """One backward for both; layer 1 is recomputed, layer 2 is not; ids are looked up inside."""
+    runtime = relibra.Runtime()
+    model = Model(MIXED, 0, 1)
+    runtime.attach(model)
+    batches = [MIXED.batch(0, m) for m in (0, 1)]
+    hidden = [x.requires_grad_() for x, _, _ in batches]
+
+    def run(place, m):
+        moe, scores = model.layers[place], batches[m][1][place]
+        wrap = wrapper("non-reentrant") if place == 0 else _plain
+        with step.forward(micro_batch=m):
+            hidden[m] = hidden[m] + wrap(moe, hidden[m], scores, None)
+
+    with runtime.step(MIXED.random_plan(), {"train": MIXED.routes(0)}) as step:
+        for outer in (0, 1):
+            for inner in (0, 1):
+                run(*((outer, inner) if interleaved else (inner, outer)))
+                if inner and not interleaved:  # what the forward hook does for a whole model
+                    with step.forward(micro_batch=outer):
+                        runtime.attachment().mark_outputs(hidden[outer])
+        sum((y * dy).sum() for y, (_, _, dy) in zip(hidden, batches, strict=True)).backward()
+    return [x.grad for x, _, _ in batches]
+
+
+def _plain(moe, x, scores, ids):
+    return moe(x, scores, ids)
+
+
+def test_one_backward_over_two_micro_batches():
+    for got, need in zip(backward_of_two_micro_batches(False), reference(MIXED, 0).dx, strict=True):
+        check(got, need, "dx")
+
+
+def test_recompute_in_a_graph_that_mixes_micro_batches_is_refused():
+    with pytest.raises(RuntimeError, match="do not interleave the layers of several micro-batches"):
+        backward_of_two_micro_batches(True)

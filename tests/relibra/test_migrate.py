@@ -61,6 +61,13 @@ def test_every_expert_arrives_with_all_its_fields(num_experts, num_ranks, seed):
             assert (kept == (need[~filler] + shift).view(-1, *[1] * (kept.dim() - 1))).all()
 
 
+def test_a_number_for_each_expert_moves_too():
+    old, new = relibra.ExpertLayout([[0, 1], [2, 3]]), relibra.ExpertLayout([[0, 3], [2, 1]])
+    fields = [[torch.tensor([0.0, 1.0])], [torch.tensor([2.0, 3.0])]]
+    move_in_lockstep(old, new, fields)
+    assert [one.tolist() for (one,) in fields] == [[0, 3], [2, 1]]
+
+
 def test_equal_layouts_move_nothing():
     layout = relibra.ExpertLayout.identity(8, 4)
     for rank in range(4):
@@ -87,6 +94,14 @@ def test_fields_are_weights_pending_gradients_and_moments():
     moments = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
     need = {f"{name}.{part}" for name in ("w13", "w2") for part in {*moments, "grad"}}
     assert names == need | {"w13", "w2", "w2.main_grad"}
+
+
+def test_moments_of_the_smallest_weights_are_no_scalars():
+    moe = relibra.BalancedMoE(1, 1, 1, layer=0)
+    optimizer = torch.optim.Adam(moe.parameters())
+    moe(torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    assert {"w2.exp_avg", "w2.exp_avg_sq"} <= set(expert_fields(moe, optimizer))
 
 
 def test_state_without_an_expert_axis_is_refused():

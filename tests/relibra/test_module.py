@@ -9,7 +9,6 @@ import torch
 from moe_world import World, calc_diff, check
 
 import relibra
-import relibra_kernels
 from relibra_kernels.reference.moe import dense_moe
 
 SIZES = {"hidden": 64, "expert": 64}
@@ -287,6 +286,15 @@ def test_a_deep_copy_of_an_attached_layer_is_not_attached():
         runtime.attach(moe)
 
 
-def test_ops_are_registered_on_import():
-    assert relibra_kernels is not None
-    assert hasattr(torch.ops.relibra, "grouped_gemm")
+@pytest.mark.parametrize(
+    ("w13", "w2", "error", "message"),
+    [
+        (torch.ones(4, 5, 8), torch.ones(4, 8, 2), ValueError, r"w13_E2FD: need \[E, 2F, D\]"),
+        (torch.ones(4, 6, 8), torch.ones(4, 8, 2), ValueError, r"w2_EDF: need shape \[4, 8, 3\]"),
+        (torch.ones(4, 4, 8), torch.ones(4, 8, 2).half(), TypeError, "w2_EDF: need dtype"),
+        (torch.ones(4, 8), torch.ones(4, 8, 2), ValueError, "w13_E2FD: need 3 dimensions"),
+    ],
+)
+def test_weights_that_do_not_fit_each_other_are_refused(w13, w2, error, message):
+    with pytest.raises(error, match=message):
+        relibra.BalancedMoE.from_dense(w13, w2, layer=0)

@@ -161,6 +161,13 @@ def test_a_layer_that_is_not_there():
         make_trace([1]).select([1])
 
 
+def test_padding_ids_do_not_wrap_in_a_narrow_dtype():
+    trace = RoutingTrace(np.zeros((1, 1, 1), np.int8), moe_layers=[0], num_experts=300)
+    rows = trace.slice(sequence_multiple=8, ep=(0, 2))
+    assert rows.ids.ravel().tolist() == [0, 0, 150, 1, 151, 2, 152, 3]
+    assert make_trace([3]).slice().ids.dtype == np.uint8
+
+
 def test_dispatch_rows_take_tensors_and_check_kinds():
     ids = torch.tensor([[[0, 1]], [[2, 3]]])
     rows = DispatchRows(ids, kind=[2, 0], num_experts=4)

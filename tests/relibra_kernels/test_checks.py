@@ -45,23 +45,6 @@ def test_check_tensor_returns_what_it_accepts():
     assert accepted is X
 
 
-def test_check_same_device():
-    assert checks.check_same_device(x=None, y=X).type == "cpu"
-    with pytest.raises(ValueError, match="y: need device cpu like x, got torch.float32 tensor"):
-        checks.check_same_device(x=X, y=X.to("meta"))
-    with pytest.raises(ValueError, match="x, y: need at least one tensor"):
-        checks.check_same_device(x=None, y=None)
-
-
-def test_check_array():
-    rows = np.zeros((2, 3), np.int32)
-    assert checks.check_array("rows", rows, dtype=(np.int64, "int32"), shape=(2, None)) is rows
-    with pytest.raises(TypeError, match=r"rows: need a NumPy array, got torch.float32 tensor"):
-        checks.check_array("rows", X)
-    with pytest.raises(TypeError, match=r"rows: need dtype int64, got int32 array \[2, 3\]"):
-        checks.check_array("rows", rows, dtype=np.int64)
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -95,6 +78,7 @@ def test_check_int_array_does_not_copy_what_fits():
         ),
         ([float("-inf")], TypeError, "rows: need integers, got float64 array [1] with -inf at [0]"),
         ([True], TypeError, "rows: need integers, got bool array [1]"),
+        (torch.ones(1).bfloat16(), TypeError, "rows: need integers, got torch.bfloat16 tensor [1]"),
         (["7"], TypeError, "rows: need integers, got <U1 array [1]"),
         ([[1], [2, 3]], ValueError, "rows: need a rectangular array of integers"),
         ([0, -1], ValueError, "rows: need values in 0..2147483647, got -1 at [1]"),

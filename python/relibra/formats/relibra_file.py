@@ -158,6 +158,7 @@ def _read_safetensors(path: Path) -> Batch:
     valid = np.array(tensors["valid"])
     if valid.dtype != np.bool_ or valid.shape != ids.shape[:1]:
         raise _bad_field(path, "valid", f"bool [{len(ids)}]", f"{valid.dtype} {valid.shape}")
+    valid = valid.view(np.uint8) != 0  # a damaged file may hold other bytes than 0 and 1
     layers, num_experts, has_last_row, notes = (
         _json(path, metadata, name)
         for name in ("moe_layers", "num_experts", "has_last_row", "notes")

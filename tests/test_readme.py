@@ -1,0 +1,38 @@
+"""What the README shows is run: its Python block, and its `relibra` commands."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text()
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON_BLOCKS)))
+def test_python_blocks_run(number, tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(PYTHON_BLOCKS[number])
+    subprocess.run([sys.executable, script], check=True, cwd=tmp_path, timeout=100)
+
+
+@pytest.mark.parametrize("number", range(len(BASH_BLOCKS)))
+def test_commands_run_one_after_the_other(number, tmp_path):
+    for line in BASH_BLOCKS[number].splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "relibra"
+        program = [sys.executable, "-m", "relibra", *words[1:]]
+        subprocess.run(program, check=True, cwd=tmp_path, timeout=110, capture_output=True)
+
+
+def test_readme_shows_commands_and_a_quick_start():
+    assert PYTHON_BLOCKS
+    assert BASH_BLOCKS
+    assert "make demo" in TEXT
+    assert "make test" in TEXT
+    assert max(len(block.splitlines()) for block in PYTHON_BLOCKS) <= 30
