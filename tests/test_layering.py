@@ -17,7 +17,16 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"reference", "triton_ops"},
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
     {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}
-    | {"simulate", "report", "logical_state", "local_use", "agreement", "attachment", "movers"},
+    | {
+        "simulate",
+        "report",
+        "logical_state",
+        "local_use",
+        "agreement",
+        "attachment",
+        "attachable",
+        "movers",
+    },
     {"integrations", "cli", "cli_input", "cli_plan", "cli_check", "doctor"}
     | {"demo", "__main__", "relibra"},
 ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from relibra.attachable import check_holds, find_layers
 from relibra.balanced_moe import MoEHandle
 from relibra.layout import ExpertLayout
 from relibra.local_use import count_ids
@@ -46,7 +47,7 @@ class Attachment:
         self.layers = find_layers(model, runtime)
         self.moe_layers = tuple(sorted(self.layers))
         if optimizer is not None:
-            _check_holds(optimizer, self.layers)
+            check_holds(optimizer, self.layers)
         first = self.layers[self.moe_layers[0]]
         self.num_home = first.w13.shape[0]
         identity = ExpertLayout.identity(first.num_experts, runtime.num_ranks)
@@ -344,57 +345,6 @@ def _no_marker() -> Any:
 
 def _ignore_outputs(model: nn.Module, args: Any, output: Any) -> None:
     """What `_OutputMarker` is in a copied model."""
-
-
-def find_layers(model: nn.Module, runtime: Runtime) -> dict[int, BalancedMoE]:
-    """MoE layers of a model by decoder layer number.
-
-    Raises:
-        ValueError: none, two with one number, different sizes, attached already, sharded for
-            another group, or not in identity layout.
-    """
-    layers: dict[int, BalancedMoE] = {}
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, BalancedMoE)]
-    for name, moe in found:
-        if moe.layer in layers:
-            raise ValueError(f"model: layer number {moe.layer} appears twice, again at {name!r}")
-        if moe.is_attached:
-            raise ValueError(
-                f"model: {name!r} is attached already; need runtime.detach or runtime.close first"
-            )
-        if (moe.num_ranks, moe.rank) != (runtime.num_ranks, runtime.rank):
-            raise ValueError(
-                f"model: {name!r} is shard {moe.rank} of {moe.num_ranks}, this is rank "
-                f"{runtime.rank} of {runtime.num_ranks}"
-            )
-        home = ExpertLayout.identity(moe.num_experts, moe.num_ranks).home_slot_expert_GH[moe.rank]
-        if moe.home_slot_expert.tolist() != home.tolist():
-            raise ValueError(
-                f"model: {name!r} holds experts {moe.home_slot_expert.tolist()}; need the identity "
-                f"layout {home.tolist()} to attach (runtime.set_layout restores it)"
-            )
-        layers[moe.layer] = moe
-    if not layers:
-        raise ValueError("model: need at least one BalancedMoE layer, got none")
-    if len({moe.num_experts for moe in layers.values()}) > 1:
-        raise ValueError("model: need the same number of experts in all MoE layers")
-    return layers
-
-
-def _check_holds(optimizer: torch.optim.Optimizer, layers: Mapping[int, BalancedMoE]) -> None:
-    """Moments of weights that this optimizer does not train would stay behind when experts move.
-
-    Raises:
-        ValueError: a trainable expert weight is in none of its parameter groups.
-    """
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for layer, moe in layers.items():
-        for name, param in moe.named_parameters():
-            if param.requires_grad and id(param) not in held:
-                raise ValueError(
-                    f"optimizer: need all trainable expert weights of the model in its parameter "
-                    f"groups, got none with {name} of layer {layer}"
-                )
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
