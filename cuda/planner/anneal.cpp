@@ -12,8 +12,35 @@ namespace relibra {
 namespace {
 
 constexpr int64_t kProposalsPerTemperature = 256;
+constexpr uint64_t kSampledSwaps = 512;
 constexpr int kPlaceBits = 24;  // random bits for each place of a swap
 static_assert(2 * kPlaceBits + kExponentialBits == 64);
+
+// Two experts in different bins, from the low bits of a random word.
+template <typename State>
+RELIBRA_INLINE Swap propose(const State& state, int num_experts, uint64_t bits) {
+  Swap swap;
+  swap.place_a = int(below(bits, kPlaceBits, uint32_t(num_experts)));
+  swap.bin_a = state.bin_of_place(swap.place_a);
+  const int others = num_experts - state.num_places(swap.bin_a);
+  swap.place_b = int(below(bits >> kPlaceBits, kPlaceBits, uint32_t(others)));
+  if (swap.place_b >= state.first_place(swap.bin_a)) swap.place_b += num_experts - others;
+  swap.bin_b = state.bin_of_place(swap.place_b);
+  return swap;
+}
+
+// Mean rise of the objective over random swaps that raise it: the unit of temperature.
+template <typename State>
+RELIBRA_INLINE double mean_rise(const State& state, int num_experts, uint64_t seed) {
+  double sum = 0;
+  int count = 0;
+  for (uint64_t i = 0; i < kSampledSwaps; ++i) {
+    const Swap swap = propose(state, num_experts, random_bits(mix64(seed), i));
+    const int64_t rise = state.score(swap) - state.objective();
+    if (rise > 0) sum += double(rise), ++count;
+  }
+  return count > 0 ? sum / count : 0;
+}
 
 template <typename State>
 RELIBRA_INLINE AnnealResult anneal_body(State& state, const BinProblem& problem,
@@ -24,7 +51,7 @@ RELIBRA_INLINE AnnealResult anneal_body(State& state, const BinProblem& problem,
   const int64_t stages = std::max<int64_t>(1, (options.proposals - 1) / kProposalsPerTemperature);
   const double decay = portable_exp(
       portable_log(options.end_temperature / options.begin_temperature) / double(stages));
-  double temperature = double(bound) * options.begin_temperature;
+  double temperature = mean_rise(state, num_experts, options.seed) * options.begin_temperature;
 
   int64_t current = state.objective(), best = current;
   std::vector<int32_t> best_bin_of(bin_of, bin_of + num_experts);
@@ -40,14 +67,7 @@ RELIBRA_INLINE AnnealResult anneal_body(State& state, const BinProblem& problem,
       if (now >= 20 && double(best_at[now - 10] - best) < options.stall_gain * double(best)) break;
     }
     const uint64_t bits = random_bits(options.seed, uint64_t(i));
-    Swap swap;
-    swap.place_a = int(below(bits, kPlaceBits, uint32_t(num_experts)));
-    swap.bin_a = state.bin_of_place(swap.place_a);
-    const int others = num_experts - state.num_places(swap.bin_a);
-    if (others == 0) break;  // all experts in one bin
-    swap.place_b = int(below(bits >> kPlaceBits, kPlaceBits, uint32_t(others)));
-    if (swap.place_b >= state.first_place(swap.bin_a)) swap.place_b += num_experts - others;
-    swap.bin_b = state.bin_of_place(swap.place_b);
+    const Swap swap = propose(state, num_experts, bits);
     const int64_t score = state.score(swap);
     if (score > current) {
       if (double(score - current) >= temperature * exponential[bits >> (2 * kPlaceBits)]) continue;
@@ -65,6 +85,8 @@ RELIBRA_INLINE AnnealResult anneal_body(State& state, const BinProblem& problem,
   }
   if (at_best) state.assignment(best_bin_of.data());
   std::copy(best_bin_of.begin(), best_bin_of.end(), bin_of);
+  if (options.check && bin_objective(problem, bin_of) != best)
+    throw std::logic_error("anneal: the assignment returned is not the best that was met");
   return {best, i};
 }
 
@@ -136,7 +158,10 @@ Search* choose(const BinProblem& problem) {
 }
 
 AnnealResult search(const BinProblem& problem, const AnnealOptions* options, int32_t* bin_of) {
-  if (problem.num_bins < 2 || problem.num_experts < 2) return {bin_objective(problem, bin_of), 0};
+  // No experts, or all in one bin: nothing to swap.
+  if (problem.num_experts == 0) return {0, 0};
+  if (std::count(bin_of, bin_of + problem.num_experts, bin_of[0]) == problem.num_experts)
+    return {bin_objective(problem, bin_of), 0};
   return choose(problem)(problem, options, bin_of);
 }
 

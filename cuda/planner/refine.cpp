@@ -132,8 +132,9 @@ int64_t refine_places(const LayerLoads& loads, const NodeRanks& nodes, int home_
   for (int node = 0; node < nodes.num_nodes(); ++node) widest = std::max(widest, nodes.size(node));
   // With S >= H every node becomes flat whatever the placement, and one rank has no exchanges.
   if (replica_slots == 0 || replica_slots >= home_slots || widest < 2) return 0;
-  return Refiner(loads, nodes, home_slots, replica_slots, solver_calls, seed, home_slot_expert)
-      .run();
+  // A call takes longer on a wide node; the budget is meant for 8 ranks.
+  const int64_t calls = solver_calls * 8 / std::max(8, widest);
+  return Refiner(loads, nodes, home_slots, replica_slots, calls, seed, home_slot_expert).run();
 }
 
 }  // namespace relibra

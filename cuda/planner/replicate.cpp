@@ -19,7 +19,7 @@ NodeInstance Replicator::instance(int node) const {
   return {nodes_.size(node), shape_.home_slots, shape_.replica_slots, &rows_[first_row_[node]]};
 }
 
-// Fills results_; returns C*.
+// Fills results_; returns what every node may use: C*, or the bound with the tolerance if larger.
 int64_t Replicator::solve_nodes(const int64_t* totals, const int32_t* home_slot_expert) {
   const int N = nodes_.num_nodes(), H = shape_.home_slots;
   rows_.resize(int64_t(nodes_.num_ranks()) * H);
@@ -41,19 +41,11 @@ int64_t Replicator::solve_nodes(const int64_t* totals, const int32_t* home_slot_
   std::stable_sort(order_.begin(), order_.end(),
                    [this](int a, int b) { return bound_[a] > bound_[b]; });
   // The fullest node first: the others only have to stay below what it reaches.
-  int64_t largest = bound_[order_[0]];
+  auto largest = int64_t(double(bound_[order_[0]]) * (1 + shape_.tolerance));
   for (const int node : order_) {
-    const auto goal = int64_t(double(largest) * (1 + shape_.tolerance));
-    solver_.solve(instance(node), goal, results_[node]);
+    solver_.solve(instance(node), largest, results_[node]);
     largest = std::max(largest, results_[node].largest);
   }
-  return largest;
-}
-
-int64_t Replicator::largest(const int64_t* totals, const int32_t* home_slot_expert) {
-  solve_nodes(totals, home_slot_expert);
-  int64_t largest = 0;
-  for (const NodeResult& one : results_) largest = std::max(largest, one.largest);
   return largest;
 }
 

@@ -43,9 +43,6 @@ class Replicator {
   int64_t plan(const int64_t* totals, const int32_t* home_slot_expert, int32_t* replica_slot_expert,
                int64_t* slot_rows);
 
-  // C* alone.
-  int64_t largest(const int64_t* totals, const int32_t* home_slot_expert);
-
  private:
   int64_t solve_nodes(const int64_t* totals, const int32_t* home_slot_expert);
   NodeInstance instance(int node) const;
