@@ -11,6 +11,12 @@ import torch.distributed as dist
 from relibra_kernels.testing.launch import RankError, run_ranks
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path, monkeypatch):
+    """Other test processes make folders of their own at the same time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def leftovers():
     folder = tempfile.gettempdir()
     return {name for name in os.listdir(folder) if name.startswith("relibra_ranks_")}
