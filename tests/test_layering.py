@@ -12,7 +12,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"checks", "topology", "native", "errors", "_planner"},
     {"trace", "formats", "id_arrays", "dispatch_rows", "slicing", "load_matrix", "dealing"}
     | {"layout", "placement_maps", "tables", "validate", "shape"}
-    | {"plan", "plan_check", "plan_config", "plan_file", "plan_report", "source_split"},
+    | {"plan", "pass_plan", "plan_check", "plan_config", "plan_file", "plan_report", "source_split"},
     {"cost_model", "planner"},
     {"reference", "triton_ops"},
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
@@ -22,6 +22,8 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "report",
         "logical_state",
         "local_use",
+        "live_routes",
+        "use",
         "agreement",
         "attachment",
         "attachable",

@@ -10,18 +10,17 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from relibra.attachable import check_holds, find_layers
 from relibra.balanced_moe import MoEHandle
 from relibra.layout import ExpertLayout
+from relibra.live_routes import live_tables
 from relibra.local_use import count_ids
 from relibra.migrate import expert_fields, move_fields, move_lists
 from relibra.module import BalancedMoE
 from relibra.movers import GroupMovers
 from relibra.plan import StepPlan
-from relibra.rank_tables import LayerTables, SourceRoute
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from relibra.runtime import Runtime
-    from relibra.step import TrainingStep, Use
+    from relibra.step import TrainingStep
+    from relibra.use import Use
 
 
 class Attachment:
@@ -171,34 +171,12 @@ class Attachment:
 
     def live_handle(self, moe: BalancedMoE, expert_ids: torch.Tensor) -> MoEHandle:
         """Handle for routing that no plan knows: every row goes home; collective."""
-        runtime = self.runtime
+        runtime, movers = self.runtime, self.movers(None, None)
         layout = self.layouts_by_layer()[moe.layer]
         what = f"live use of layer {moe.layer}"
         counts = count_ids(expert_ids, moe.num_experts)
         ids = expert_ids.to(torch.int32)
-        alone = np.zeros((runtime.num_ranks, moe.num_experts), np.int64)
-        alone[runtime.rank] = counts.numpy()
-        own = SourceRoute.live(alone, layout, runtime.replica_slots, runtime.rank, 1)
-        sends = own.count_sends(ids, runtime.num_ranks)
-        gathered = torch.stack(runtime.gather(torch.cat([counts, sends]), what))
-        counts_GE, sends_GG = torch.split(gathered, [moe.num_experts, runtime.num_ranks], 1)
-        source = SourceRoute.live(
-            counts_GE.numpy(), layout, runtime.replica_slots, runtime.rank, runtime.block_rows
-        )
-        movers = self.movers(None, None)
-
-        def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
-            return movers.exchange(x, send, recv, f"{what}: rows")
-
-        tables = LayerTables.build(
-            ids,
-            source,
-            sends_GG[runtime.rank].tolist(),
-            sends_GG[:, runtime.rank].tolist(),
-            exchange,
-            num_home=self.num_home,
-            block_rows=runtime.block_rows,
-        )
+        tables = live_tables(runtime, movers, "home", ids, layout, counts, what)
         return MoEHandle(
             tables, movers, what, runtime.combine, runtime.grad_mode, runtime.block_rows
         )

@@ -140,10 +140,16 @@ class BalancedMoE(nn.Module):
         return moe
 
     def replayed_ids(self) -> torch.Tensor | None:
-        """Expert ids of the current use, int64 ``[T, K]``; None where no step dictates them."""
+        """Expert ids of the current use.
+
+        Returns:
+            int64 ``[T, K]``, -1 in rows that follow the live router: the caller puts its own ids
+            there. None outside a step and in passes without recorded routing.
+        """
         attachment = self._attached()
         use = attachment.current_use(self) if attachment is not None else None
-        return None if use is None else use.expert_ids(self.layer).long()
+        ids = None if use is None else use.expert_ids(self.layer)
+        return None if ids is None else ids.long()
 
     def forward(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor | None = None
@@ -155,7 +161,7 @@ class BalancedMoE(nn.Module):
             scores: ``[T, K]`` weight of each choice, gathered by the caller from the live dense
                 scores of these ids (before any top-k mask); used as given.
             expert_ids: ``[T, K]`` integer; -1 takes no part. Inside a training step they must be
-                the replayed ids, or None to take those.
+                the replayed ids wherever those are known, or None to take them.
 
         Returns:
             The shape of ``x``.

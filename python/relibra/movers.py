@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from relibra.balanced_moe import MoEHandle
     from relibra.rank_tables import LayerTables
     from relibra.runtime import Runtime
-    from relibra.step import Use
+    from relibra.use import Use
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,6 +212,8 @@ class Runtime:
         *,
         optimizer_step: int = 0,
         model: str | None = None,
+        unknown_rows: str = "online",
+        live_passes: Mapping[str, str] | None = None,
     ) -> TrainingStep:
         """Context of one optimizer step; see :class:`relibra.step.TrainingStep`.
 
@@ -221,12 +223,17 @@ class Runtime:
                 rollout batch.
             optimizer_step: which optimizer step of the batch this context covers.
             model: name of the attached model, by default the first.
+            unknown_rows: mode of micro-batches in which some rank has rows that follow the live
+                router: ``"online"``, ``"fraction"`` or ``"home"`` (`relibra.live_routes`).
+            live_passes: pass -> mode for passes without recorded routing, such as a reference
+                model's; any micro-batch number is accepted.
 
         Raises:
             ValueError: there is no such model.
             RuntimeError: the runtime was closed, or a collective of it failed.
         """
-        return TrainingStep(self.attachment(model), plan, routes, optimizer_step)
+        attachment = self.attachment(model)
+        return TrainingStep(attachment, plan, routes, optimizer_step, unknown_rows, live_passes)
 
     # -- state in expert order ---------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """One optimizer step under a plan: which micro-batch a layer is in, and its tables.
 
-A use is one execution of a pass on a micro-batch. Its key travels in the runtime object and in the
-autograd node, never in a queue: backward and recompute run in any order and on any thread.
+A use (`relibra.use`) is one execution of a pass on a micro-batch. Its key travels in the runtime
+object and in the autograd node, never in a queue: backward and recompute run in any order and on
+any thread.
 """
 
 from __future__ import annotations
@@ -14,70 +15,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from relibra.balanced_moe import MoEHandle
+from relibra.live_routes import LIVE_MODES, live_tables
 from relibra.load_matrix import LoadMatrix
+from relibra.local_use import count_ids
 from relibra.rank_tables import LayerTables, SourceRoute
+from relibra.use import Use, check_same_ids
+from relibra_kernels.checks import check_choice
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from relibra.attachment import Attachment
+    from relibra.balanced_moe import MoEHandle
     from relibra.plan import StepPlan
     from relibra.trace import DispatchRows
 
 Routes = Mapping[str, Sequence["DispatchRows"]]
-
-
-class Use:
-    """A pass of one micro-batch, as the layers see it while it runs."""
-
-    def __init__(self, step: TrainingStep, pass_: str, micro_batch: int) -> None:
-        self.step, self.pass_, self.micro_batch = step, pass_, micro_batch
-        self.key = (step.optimizer_step, pass_, micro_batch)
-
-    def __str__(self) -> str:
-        """Such as ``optimizer step 1, train, micro-batch 2``."""
-        step = self.step.optimizer_step
-        return f"optimizer step {step}, {self.pass_}, micro-batch {self.micro_batch}"
-
-    def expert_ids(self, layer: int) -> torch.Tensor:
-        """Replayed ids of decoder layer ``layer``, int32 ``[T, K]``."""
-        return self.step.ids(self, self.step.attachment.layer_index(layer))
-
-    def handle(self, layer: int, expert_ids: torch.Tensor | None, num_tokens: int) -> MoEHandle:
-        """The handle of one layer in this use; checks what the host passes against the plan.
-
-        Args:
-            layer: decoder layer number.
-            expert_ids: ``[T, K]`` as the host will use them, None for the replayed ones.
-            num_tokens: T as the host sees it.
-
-        Raises:
-            ValueError: another token count, or ids that differ from the planned ones.
-            RuntimeError: the step has ended.
-        """
-        step = self.step
-        step.require_open(str(self))
-        index = step.attachment.layer_index(layer)
-        planned = step.ids(self, index)
-        what = f"{self}, layer {layer}"
-        if num_tokens != planned.shape[0]:
-            raise ValueError(
-                f"x: need {planned.shape[0]} tokens, as routed for {what}, got {num_tokens}"
-            )
-        if expert_ids is not None:
-            _check_same_ids(expert_ids, planned, what)
-        runtime = step.runtime
-        return MoEHandle(
-            tables=step.tables(self, index),
-            movers=step.attachment.movers(self, index),
-            what=what,
-            combine=runtime.combine,
-            grad_mode=runtime.grad_mode,
-            block_rows=runtime.block_rows,
-            key=(step.attachment.name, step.optimizer_step, self.pass_, self.micro_batch, layer),
-        )
 
 
 class TrainingStep:
@@ -89,10 +43,18 @@ class TrainingStep:
     """
 
     def __init__(
-        self, attachment: Attachment, plan: StepPlan, routes: Routes, optimizer_step: int
+        self,
+        attachment: Attachment,
+        plan: StepPlan,
+        routes: Routes,
+        optimizer_step: int,
+        unknown_rows: str = "online",
+        live_passes: Mapping[str, str] | None = None,
     ) -> None:
         self.attachment, self.runtime = attachment, attachment.runtime
         self.plan, self.optimizer_step = plan, optimizer_step
+        self.unknown_rows, self.live_passes = unknown_rows, dict(live_passes or {})
+        self._live: set[tuple[str, int]] = set()  # micro-batches with unknown rows on some rank
         self.routes = {name: list(rows) for name, rows in routes.items()}
         self.num_uses, self.moved_experts, self.moved_bytes = 0, 0, 0
         self._sources: dict[tuple[str, int, int], SourceRoute] = {}
@@ -169,16 +131,17 @@ class TrainingStep:
 
         Args:
             micro_batch: number within the rollout batch.
-            pass_: a pass of the plan for which routes were given.
+            pass_: a pass for which routes were given, or one of the live passes.
 
         Raises:
             ValueError: unknown pass, or a micro-batch outside this optimizer step.
             RuntimeError: the step has ended.
         """
         self.require_open(f"{pass_}, micro-batch {micro_batch}")
-        if pass_ not in self.routes:
-            raise ValueError(f"pass_: need one of {sorted(self.routes)}, got {pass_!r}")
-        if micro_batch not in self._micro_batches(pass_):
+        known = sorted({*self.routes, *self.live_passes})
+        if pass_ not in known:
+            raise ValueError(f"pass_: need one of {known}, got {pass_!r}")
+        if pass_ in self.routes and micro_batch not in self._micro_batches(pass_):
             raise ValueError(
                 f"micro_batch: need one of {self._micro_batches(pass_)} in optimizer step "
                 f"{self.optimizer_step}, got {micro_batch}"
@@ -196,10 +159,15 @@ class TrainingStep:
 
         Args:
             layer: decoder layer number.
-            expert_ids: ``[T, K]`` to check against the plan, None to skip that.
+            expert_ids: ``[T, K]`` to check against the replayed ids; needed where rows follow the
+                live router.
         """
         use = self._current(layer)
-        return use.handle(layer, expert_ids, use.expert_ids(layer).shape[0])
+        replayed = use.expert_ids(layer)
+        ids = expert_ids if replayed is None else replayed
+        if ids is None:
+            raise ValueError(f"expert_ids: need [T, K] ids, since {use} has no routes, got None")
+        return use.handle(layer, expert_ids, ids.shape[0])
 
     def route(self, expert_ids_TK: torch.Tensor, layer: int) -> torch.Tensor:
         """Slot of every choice, for hosts that keep their own dispatcher.
@@ -214,8 +182,10 @@ class TrainingStep:
         use = self._current(layer)
         index = self.attachment.layer_index(layer)
         planned = self.ids(use, index)
-        _check_same_ids(expert_ids_TK, planned, f"{use}, layer {layer}")
-        quota = self._source(use, index).quota
+        if planned is None or use.mode != "exact":
+            raise ValueError(f"route: need a use whose rows are all replayed, got {use}")
+        check_same_ids(expert_ids_TK, planned, f"{use}, layer {layer}")
+        quota = self._source_of(use.pass_, use.micro_batch, index).quota
         slots: torch.Tensor = torch.ops.relibra.route_to_slots(
             planned, quota.expert_first, quota.slot_id, quota.slot_quota
         )
@@ -223,33 +193,66 @@ class TrainingStep:
 
     # -- what layers call --------------------------------------------------------------------
 
-    def ids(self, use: Use, index: int) -> torch.Tensor:
+    def mode_of(self, pass_: str, micro_batch: int) -> str:
+        """``exact``, or a mode of `relibra.live_routes` where rows follow the live router."""
+        if pass_ in self.live_passes:
+            return self.live_passes[pass_]
+        return self.unknown_rows if (pass_, micro_batch) in self._live else "exact"
+
+    def ids(self, use: Use, index: int) -> torch.Tensor | None:
         """Replayed ids, int32 ``[T, K]``, of a layer (its place among the MoE layers)."""
+        if use.pass_ not in self.routes:
+            return None
         rows = self.routes[use.pass_][use.micro_batch]
         return torch.from_numpy(np.ascontiguousarray(rows.layer_ids(index)))
 
-    def tables(self, use: Use, index: int) -> LayerTables:
-        """Tables of one use of one layer; the first call exchanges the rows (collective)."""
-        key = (use.pass_, use.micro_batch, index)
+    def tables(self, use: Use, index: int, ids_TK: torch.Tensor) -> LayerTables:
+        """Tables of one use of one layer; the first call exchanges the rows (collective).
+
+        Raises:
+            ValueError: a recomputed layer comes with other ids than its forward.
+        """
+        key, layer = (use.pass_, use.micro_batch, index), self.attachment.moe_layers[index]
         if key not in self._tables:
-            runtime, (send, recv) = self.runtime, self._splits[key]
-            movers = self.attachment.movers(use, index)
-            layer = self.attachment.moe_layers[index]
-
-            def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
-                return movers.exchange(x, send, recv, f"{use}, layer {layer}: rows")
-
-            self._tables[key] = LayerTables.build(
-                self.ids(use, index),
-                self._source(use, index),
-                send,
-                recv,
-                exchange,
-                num_home=self.attachment.num_home,
-                block_rows=runtime.block_rows,
-            )
+            build = self._exact_tables if use.mode == "exact" else self._live_tables
+            self._tables[key] = build(use, index, ids_TK, f"{use}, layer {layer}")
             self.num_uses += 1
+        elif use.mode != "exact":
+            check_same_ids(ids_TK, self._tables[key].ids_TK, f"{use}, layer {layer} (recomputed)")
         return self._tables[key]
+
+    def _exact_tables(self, use: Use, index: int, ids_TK: torch.Tensor, what: str) -> LayerTables:
+        movers = self.attachment.movers(use, index)
+        send, recv = self._splits[use.pass_, use.micro_batch, index]
+
+        def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
+            return movers.exchange(x, send, recv, f"{what}: rows")
+
+        return LayerTables.build(
+            ids_TK,
+            self._source_of(use.pass_, use.micro_batch, index),
+            send,
+            recv,
+            exchange,
+            num_home=self.attachment.num_home,
+            block_rows=self.runtime.block_rows,
+        )
+
+    def _live_tables(self, use: Use, index: int, ids_TK: torch.Tensor, what: str) -> LayerTables:
+        layout = self.plan.layouts[index]
+        planned = None
+        if use.mode == "fraction":
+            planned = self.plan.replica_plan(use.pass_, use.micro_batch, index)
+        return live_tables(
+            self.runtime,
+            self.attachment.movers(use, index),
+            use.mode,
+            ids_TK,
+            layout,
+            count_ids(ids_TK, layout.num_experts),
+            what,
+            planned,
+        )
 
     def release(self, use: Use, index: int) -> None:
         """The backward of a use of a layer is done: its tables are not needed again."""
@@ -266,9 +269,6 @@ class TrainingStep:
     def _micro_batches(self, pass_: str) -> list[int]:
         steps = self.plan.loads[pass_].optimizer_step_M
         return np.flatnonzero(steps == self.optimizer_step).tolist()
-
-    def _source(self, use: Use, index: int) -> SourceRoute:
-        return self._source_of(use.pass_, use.micro_batch, index)
 
     def _source_of(self, pass_: str, micro_batch: int, index: int) -> SourceRoute:
         key = (pass_, micro_batch, index)
@@ -288,12 +288,29 @@ class TrainingStep:
             "optimizer_step": self.optimizer_step,
             "passes (CRC-32 of their names)": zlib.crc32("|".join(sorted(self.routes)).encode()),
             "number of micro-batches": sum(len(rows) for rows in self.routes.values()),
+            "modes of live passes (CRC-32)": zlib.crc32(repr(self._live_options()).encode()),
             "plan hash": int(getattr(self.plan, "hash", "0")[:15], 16),
         }
 
+    def _live_options(self) -> tuple[str, list[tuple[str, str]]]:
+        return self.unknown_rows, sorted(self.live_passes.items())
+
+    def _check_live_passes(self) -> None:
+        check_choice("unknown_rows", self.unknown_rows, LIVE_MODES)
+        for name, mode in self.live_passes.items():
+            check_choice(f"live_passes[{name!r}]", mode, LIVE_MODES)
+            if name in self.routes:
+                raise PlanError(f"live_passes: need passes without routes, got {name!r} in both")
+            if mode == "fraction" and name not in self.plan.passes:
+                raise PlanError(
+                    f"live_passes: need a pass of the plan for mode 'fraction', one of "
+                    f"{sorted(self.plan.passes)}, got {name!r}"
+                )
+
     def _check_routes(self) -> None:
         plan, rank = self.plan, self.runtime.rank
-        if not self.routes:
+        self._check_live_passes()
+        if not self.routes and not self.live_passes:
             raise PlanError("routes: need at least one pass, got none")
         for name, rows in self.routes.items():
             if name not in plan.passes:
@@ -307,12 +324,6 @@ class TrainingStep:
             num = loads.rows_MLGE.shape[0]
             if len(rows) != num:
                 raise PlanError(f"routes[{name!r}]: need {num} micro-batches, got {len(rows)}")
-            unknown = [m for m, part in enumerate(rows) if part.has_unknown]
-            if unknown:
-                raise PlanError(
-                    f"routes[{name!r}]: micro-batch {unknown[0]} has rows that follow the live "
-                    'router; need replayed ids for every row (slice with last_row="fill")'
-                )
             mine = LoadMatrix.from_rows(rows, loads.optimizer_step_M).rows_MLGE[:, :, 0]
             planned = loads.rows_MLGE[:, :, rank]
             if mine.shape != planned.shape:
@@ -327,14 +338,14 @@ class TrainingStep:
                     f", expert {expert}: the plan was made for {planned[m, layer, expert]} rows of "
                     f"this rank, the routes hold {mine[m, layer, expert]}"
                 )
-        if not any(self._micro_batches(name) for name in self.routes):
+        if self.routes and not any(self._micro_batches(name) for name in self.routes):
             steps = {int(s) for name in self.routes for s in plan.loads[name].optimizer_step_M}
             raise PlanError(
                 f"optimizer_step: need one of {sorted(steps)}, got {self.optimizer_step!r}"
             )
 
     def _exchange_counts(self) -> None:
-        """Tokens that every rank sends to every rank, for all uses of this step."""
+        """Tokens that every rank sends to every rank, and where any rank has unknown rows."""
         runtime = self.runtime
         keys = [
             (name, m, index)
@@ -342,30 +353,19 @@ class TrainingStep:
             for m in self._micro_batches(name)
             for index in range(len(self.plan.layouts))
         ]
-        sends = torch.zeros(len(keys), runtime.num_ranks, dtype=torch.int32)
+        sends = torch.zeros(len(keys), runtime.num_ranks + 1, dtype=torch.int32)
         for place, (name, m, index) in enumerate(keys):
-            ids = self.ids(Use(self, name, m), index)
+            rows = self.routes[name][m]
+            ids = torch.from_numpy(np.ascontiguousarray(rows.layer_ids(index)))
             source = self._source_of(name, m, index)
-            sends[place] = source.count_sends(ids, runtime.num_ranks).to(torch.int32)
+            sends[place, :-1] = source.count_sends(ids, runtime.num_ranks).to(torch.int32)
+            sends[place, -1] = rows.has_unknown
         gathered = runtime.gather(sends, "exchange of token counts")
-        all_sends = torch.stack(gathered, 1).numpy()  # [uses, source, destination]
+        all_sends = torch.stack(gathered, 1).numpy()  # [uses, source, destination and flag]
         for place, key in enumerate(keys):
             self._splits[key] = (
-                all_sends[place, runtime.rank].tolist(),
+                all_sends[place, runtime.rank, :-1].tolist(),
                 all_sends[place, :, runtime.rank].tolist(),
             )
-
-
-def _check_same_ids(expert_ids: torch.Tensor, planned: torch.Tensor, what: str) -> None:
-    if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
-        raise TypeError(f"expert_ids: need an integer dtype for {what}, got {expert_ids.dtype}")
-    if expert_ids.shape != planned.shape:
-        raise ValueError(
-            f"expert_ids: need {list(planned.shape)} for {what}, got {list(expert_ids.shape)}"
-        )
-    if not torch.equal(expert_ids.to(planned.dtype), planned):
-        token, choice = torch.nonzero(expert_ids != planned)[0].tolist()
-        raise ValueError(
-            f"expert_ids: need the replayed ids of {what}, got {int(expert_ids[token, choice])} "
-            f"instead of {int(planned[token, choice])} at token {token}, choice {choice}"
-        )
+            if all_sends[place, :, -1].any():
+                self._live.add(key[:2])

@@ -41,15 +41,6 @@ def other_routes(plan, routes):
     return plan, [routes[1], routes[0]]
 
 
-def unknown_rows(plan, routes):
-    import numpy as np
-
-    first = routes[0]
-    kind = np.zeros(first.num_rows, np.uint8)
-    kind[-1] = 1
-    return plan, [relibra.DispatchRows(first.ids, kind, num_experts=8), routes[1]]
-
-
 def other_layout(plan, routes):
     return WORLD.random_plan(base=WORLD.random_plan().layouts), routes
 
@@ -67,7 +58,6 @@ FAULTS = {
         "refused by rank\\(s\\) \\[1\\].*need 2 micro-batches, got 1",
     ),
     "other-routes": (other_routes, "the routes hold", "refused by rank\\(s\\) \\[1\\]"),
-    "unknown-rows": (unknown_rows, "live router", "refused by rank\\(s\\) \\[1\\].*live router"),
     "other-base-layout": (other_layout, "base layout differs", "refused by rank\\(s\\) \\[1\\]"),
 }
 

@@ -1,0 +1,127 @@
+"""A pass of one micro-batch, as the layers see it while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from relibra.balanced_moe import MoEHandle
+
+if TYPE_CHECKING:
+    from relibra.step import TrainingStep
+
+
+class Use:
+    """One execution of a pass on a micro-batch; made by ``step.forward``.
+
+    Attributes:
+        step: the training step.
+        pass_: name of the pass.
+        micro_batch: number within the rollout batch.
+        mode: ``exact`` where every row is replayed, else a mode of `relibra.live_routes`.
+        key: (optimizer step, pass, micro-batch).
+    """
+
+    def __init__(self, step: TrainingStep, pass_: str, micro_batch: int) -> None:
+        self.step, self.pass_, self.micro_batch = step, pass_, micro_batch
+        self.mode = step.mode_of(pass_, micro_batch)
+        self.key = (step.optimizer_step, pass_, micro_batch)
+
+    def __str__(self) -> str:
+        """Such as ``optimizer step 1, train, micro-batch 2``."""
+        step = self.step.optimizer_step
+        return f"optimizer step {step}, {self.pass_}, micro-batch {self.micro_batch}"
+
+    def expert_ids(self, layer: int) -> torch.Tensor | None:
+        """Replayed ids of decoder layer ``layer``.
+
+        Returns:
+            int32 ``[T, K]``, -1 in rows that follow the live router; None for a pass without
+            routes.
+        """
+        return self.step.ids(self, self.step.attachment.layer_index(layer))
+
+    def handle(self, layer: int, expert_ids: torch.Tensor | None, num_tokens: int) -> MoEHandle:
+        """The handle of one layer in this use; checks what the host passes against the plan.
+
+        Args:
+            layer: decoder layer number.
+            expert_ids: ``[T, K]`` as the host will use them; None takes the replayed ones, which
+                is an error where rows follow the live router.
+            num_tokens: T as the host sees it.
+
+        Raises:
+            ValueError: another token count, or ids that differ from the replayed ones.
+            RuntimeError: the step has ended.
+        """
+        step = self.step
+        step.require_open(str(self))
+        index = step.attachment.layer_index(layer)
+        what = f"{self}, layer {layer}"
+        ids = self._checked_ids(step.ids(self, index), expert_ids, num_tokens, what)
+        runtime = step.runtime
+        return MoEHandle(
+            tables=step.tables(self, index, ids),
+            movers=step.attachment.movers(self, index),
+            what=what,
+            combine=runtime.combine,
+            grad_mode=runtime.grad_mode,
+            block_rows=runtime.block_rows,
+            key=(step.attachment.name, step.optimizer_step, self.pass_, self.micro_batch, layer),
+        )
+
+    def _checked_ids(
+        self,
+        planned: torch.Tensor | None,
+        expert_ids: torch.Tensor | None,
+        num_tokens: int,
+        what: str,
+    ) -> torch.Tensor:
+        """The ids to execute, int32 ``[T, K]``."""
+        if planned is not None and num_tokens != planned.shape[0]:
+            raise ValueError(
+                f"x: need {planned.shape[0]} tokens, as routed for {what}, got {num_tokens}"
+            )
+        if expert_ids is not None and planned is not None:
+            check_same_ids(expert_ids, planned, what, only_known=self.mode != "exact")
+        if self.mode == "exact" and planned is not None:
+            return planned
+        if expert_ids is None:
+            raise ValueError(
+                f"expert_ids: need the ids of all rows of {what}, since some follow the live "
+                "router (replayed_ids() is -1 there), got None"
+            )
+        return expert_ids.to(torch.int32)
+
+
+def check_same_ids(
+    expert_ids: torch.Tensor, planned: torch.Tensor, what: str, *, only_known: bool = False
+) -> None:
+    """Refuses ids that differ from the replayed ones.
+
+    Args:
+        expert_ids: ``[T, K]``, what the host passes.
+        planned: int32 ``[T, K]``.
+        what: names the use.
+        only_known: accept anything where ``planned`` is -1.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: another shape or id; names the first place.
+    """
+    if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
+        raise TypeError(f"expert_ids: need an integer dtype for {what}, got {expert_ids.dtype}")
+    if expert_ids.shape != planned.shape:
+        raise ValueError(
+            f"expert_ids: need {list(planned.shape)} for {what}, got {list(expert_ids.shape)}"
+        )
+    different = expert_ids.to(planned.dtype) != planned
+    if only_known:
+        different &= planned >= 0
+    if different.any():
+        token, choice = torch.nonzero(different)[0].tolist()
+        raise ValueError(
+            f"expert_ids: need the replayed ids of {what}, got {int(expert_ids[token, choice])} "
+            f"instead of {int(planned[token, choice])} at token {token}, choice {choice}"
+        )
