@@ -9,16 +9,30 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [  # low to high; a file may import its own layer and lower ones
-    {"checks", "topology", "native", "errors", "_planner"},
+    {"checks", "limits", "topology", "rank_order", "native", "errors", "_planner"},
     {"trace", "formats", "id_arrays", "dispatch_rows", "slicing", "load_matrix", "dealing"}
-    | {"layout", "placement_maps", "tables", "validate", "shape"}
-    | {"plan", "pass_plan", "plan_check", "plan_config", "plan_file", "plan_report", "source_split"},
-    {"cost_model", "planner"},
+    | {"layout", "placement_maps", "tables", "validate", "shape", "presets", "synthetic"}
+    | {
+        "plan",
+        "pass_plan",
+        "plan_check",
+        "plan_config",
+        "plan_file",
+        "array_files",
+        "plan_report",
+        "source_split",
+    },
+    {"cost_model", "token_copies", "pass_cost", "planner"},
     {"reference", "triton_ops"},
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
     {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}
     | {
+        "composition",
+        "composed",
         "simulate",
+        "simulate_input",
+        "simulate_plots",
+        "simulate_report",
         "report",
         "logical_state",
         "local_use",
@@ -29,7 +43,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "attachable",
         "movers",
     },
-    {"integrations", "cli", "cli_input", "cli_plan", "cli_check", "doctor"}
+    {"integrations", "cli", "cli_input", "cli_plan", "cli_check", "cli_simulate", "doctor"}
     | {"demo", "__main__", "relibra"},
 ]
 # importer -> what it must not import although the layers would allow it

@@ -59,6 +59,12 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     return made
 
 
+def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """The time-out a group was made with, None where torch does not tell."""
+    options = getattr(group._get_backend(wire_device(group)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where small control tensors of a collective must live: CPU for gloo, CUDA for NCCL."""
     if group is None or "cpu" in str(dist.get_backend_config(group)).split(":")[0]:
@@ -98,7 +104,10 @@ def wait_for_all(group: dist.ProcessGroup | None, timeout_s: float | None, what:
     """
     if group is None or dist.get_backend(group) != "gloo":
         return
-    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    # Without a number monitored_barrier waits half an hour, whatever the group was made with.
+    timeout = group_timeout(group)
+    if timeout_s is not None:
+        timeout = datetime.timedelta(seconds=timeout_s)
     try:
         dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:

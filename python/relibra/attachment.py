@@ -57,6 +57,8 @@ class Attachment:
         self._thread = threading.local()
         # Autograd graph task -> use whose backward it runs, None while it mixes several.
         self._task_uses: dict[int, Use | None] = {}
+        self._recomputed: set[tuple[int, tuple[int, str, int], int]] = set()
+        self._options_agreed = False
         self._hook = model.register_forward_hook(_OutputMarker(self))
         for moe in self.layers.values():
             moe._attachment = weakref.ref(self)
@@ -149,9 +151,43 @@ class Attachment:
         mixed = not at_output and (before is None or before.key != use.key)
         self._task_uses[task] = None if mixed else use
 
+    def note_recompute(self, use: Use, layer: int) -> None:
+        """A backward recomputes each layer of a use once; twice means it took another's use.
+
+        Raises:
+            RuntimeError: the second time in one backward.
+        """
+        task = torch._C._current_graph_task_id()
+        if task < 0:
+            return
+        key = (task, use.key, layer)
+        if key in self._recomputed:
+            raise RuntimeError(
+                f"layer {layer} is recomputed twice for {use} in one backward: several "
+                "micro-batches in one backward, or nested activation checkpoints, cannot be told "
+                "apart; run one backward a micro-batch"
+            )
+        self._recomputed.add(key)
+
     def forget_tasks(self) -> None:
         """No backward of the ended step can run any more."""
         self._task_uses.clear()
+        self._recomputed.clear()
+
+    def options(self) -> dict[str, int]:
+        """What all ranks must have set alike, as facts to agree on."""
+        runtime = self.runtime
+        shapes = {
+            layer: [(name, tuple(p.shape[1:]), str(p.dtype)) for name, p in moe.named_parameters()]
+            for layer, moe in self.layers.items()
+        }
+        modes = f"{runtime.combine} {runtime.grad_mode}"
+        return {
+            "rows of a GEMM tile (block_rows)": runtime.block_rows,
+            "replica slots": runtime.replica_slots,
+            "combine and grad_mode (CRC-32)": zlib.crc32(modes.encode()),
+            "sizes and dtypes of the expert weights (CRC-32)": zlib.crc32(repr(shapes).encode()),
+        }
 
     def mark_outputs(self, output: Any) -> None:
         """Gradients that arrive at the model's outputs tell which use their backward is of."""
@@ -175,6 +211,9 @@ class Attachment:
         layout = self.layouts_by_layer()[moe.layer]
         what = f"live use of layer {moe.layer}"
         counts = count_ids(expert_ids, moe.num_experts)
+        if not self._options_agreed:
+            self.runtime.agree(self.options(), what=what)
+            self._options_agreed = True
         ids = expert_ids.to(torch.int32)
         tables = live_tables(runtime, movers, "home", ids, layout, counts, what)
         return MoEHandle(
@@ -218,6 +257,11 @@ class Attachment:
             raise PlanError(
                 f"plan: need MoE layers {list(self.moe_layers)} as attached, got "
                 f"{list(plan.shape.moe_layers)}"
+            )
+        if plan.static_slot_expert_LGX.shape[2] > 0:
+            raise PlanError(
+                f"plan: need a plan without static slots, which the runtime does not synchronise, "
+                f"got {plan.static_slot_expert_LGX.shape[2]} a rank; plan with static_copies=0"
             )
         if plan.topology != runtime.topology:
             raise PlanError(f"plan: need topology {runtime.topology}, got {plan.topology}")
@@ -272,8 +316,10 @@ class Attachment:
         )
         try:
             sent = self._move(layouts, [list(f.values()) for f in fields_by_layer.values()])
-        except Exception as error:
-            self.runtime.failure = error  # some experts have moved and some have not
+        except BaseException as error:  # an interrupt too leaves some experts moved
+            self.runtime.failure = RuntimeError(f"migration interrupted by {error!r}")
+            if isinstance(error, Exception):
+                self.runtime.failure = error
             raise
         if layouts != self.layout:
             self.layout, self.plan_hash = layouts, None
@@ -296,8 +342,8 @@ class Attachment:
                 return movers.exchange(x, send, recv, f"migration of layer {layer}")
 
             sent += move_fields(fields, move_lists(old, new, rank), exchange)
-            home = new.home_slot_expert_GH[rank].tolist()
-            self.layers[layer].home_slot_expert.copy_(torch.tensor(home))
+            home = torch.tensor(new.home_slot_expert_GH[rank].tolist(), dtype=torch.int64)
+            self.layers[layer].home_slot_expert = home
         return sent
 
 

@@ -62,8 +62,11 @@ def count_ids(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
         TypeError: not an integer dtype.
         ValueError: not ``[T, K]``, or an id outside [-1, E); the message names its place.
     """
-    if ids_TK.is_floating_point() or ids_TK.dtype == torch.bool:
+    if not isinstance(ids_TK, torch.Tensor):
+        raise TypeError(f"expert_ids: need an integer tensor [T, K], got {ids_TK!r:.80}")
+    if ids_TK.is_floating_point() or ids_TK.is_complex() or ids_TK.dtype == torch.bool:
         raise TypeError(f"expert_ids: need an integer dtype, got {ids_TK.dtype}")
+    ids_TK = ids_TK.long()  # unsigned types cannot be compared with -1
     if ids_TK.dim() != 2:
         raise ValueError(f"expert_ids: need [T, K], got {list(ids_TK.shape)}")
     bad = (ids_TK < -1) | (ids_TK >= num_experts)
@@ -73,8 +76,7 @@ def count_ids(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
             f"expert_ids: need -1 <= id < {num_experts}, got {int(ids_TK[token, choice])} at "
             f"token {token}, choice {choice}"
         )
-    shifted = (ids_TK.reshape(-1) + 1).long()
-    return torch.bincount(shifted, minlength=num_experts + 1)[1:]
+    return torch.bincount(ids_TK.reshape(-1) + 1, minlength=num_experts + 1)[1:]
 
 
 def local_tables(

@@ -118,6 +118,7 @@ def expert_fields(
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
+                _refuse_nested(f"state {key!r} of layer {moe.layer} {name}", value)
                 continue
             if value.numel() == 1 and value.shape != param.shape:
                 continue
@@ -129,6 +130,19 @@ def expert_fields(
                 )
             fields[f"{name}.{key}"] = value
     return fields
+
+
+def _refuse_nested(what: str, value: object) -> None:
+    """Tensors inside containers would stay behind unseen."""
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if isinstance(parts, list | tuple):
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.numel() > 1:
+                raise ValueError(
+                    f"optimizer: {what}: need tensors directly in the state to move them with "
+                    f"their expert, got a {type(value).__name__} that holds {list(part.shape)}"
+                )
+            _refuse_nested(what, part)
 
 
 def move_fields(fields: Sequence[torch.Tensor], lists: MoveLists, exchange: Exchange) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from relibra.balanced_moe import MoEHandle, balanced_moe
 from relibra.local_use import local_handle
 from relibra.plan import ExpertLayout
-from relibra_kernels.checks import check_tensor
+from relibra_kernels.checks import check_int, check_tensor
 
 if TYPE_CHECKING:
     import weakref
@@ -37,9 +37,9 @@ class BalancedMoE(nn.Module):
     Attributes:
         w13: ``[H, 2F, D]``, gate rows first, then up rows, H = ceil(E / G) home slots.
         w2: ``[H, D, F]``.
-        home_slot_expert: int64 ``[H]`` buffer, expert of each home slot, -1 for a filler slot. It
-            is part of the state dict, so that weights saved under one layout cannot be loaded by
-            position under another.
+        home_slot_expert: int64 ``[H]`` on the CPU, expert of each home slot, -1 for a filler slot.
+            It is part of the state dict, so that weights saved under one layout cannot be loaded
+            by position under another; it is no buffer, since data parallelism overwrites buffers.
 
     Raises:
         ValueError: a size is out of range.
@@ -67,23 +67,17 @@ class BalancedMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "num_ranks": num_ranks}
-        for name, value in {**sizes, "expert_size": expert_size}.items():
-            if value < 1:
-                raise ValueError(f"{name}: need at least 1, got {value}")
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank: need 0 <= rank < num_ranks = {num_ranks}, got {rank}")
-        if layer < 0:
-            raise ValueError(f"layer: need a decoder layer number >= 0, got {layer}")
-        self.num_experts, self.layer = num_experts, layer
-        self.num_ranks, self.rank = num_ranks, rank
+        self.num_experts = check_int("num_experts", num_experts, minimum=1)
+        hidden_size = check_int("hidden_size", hidden_size, minimum=1)
+        expert_size = check_int("expert_size", expert_size, minimum=1)
+        self.layer = check_int("layer", layer, minimum=0)
+        self.num_ranks = check_int("num_ranks", num_ranks, minimum=1)
+        self.rank = check_int("rank", rank, minimum=0, maximum=num_ranks - 1)
         home = ExpertLayout.identity(num_experts, num_ranks).home_slot_expert_GH[rank]
         shape13, shape2 = (2 * expert_size, hidden_size), (hidden_size, expert_size)
         self.w13 = nn.Parameter(torch.empty(len(home), *shape13, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(len(home), *shape2, device=device, dtype=dtype))
-        self.register_buffer(
-            "home_slot_expert", torch.tensor(home.tolist(), dtype=torch.int64, device=device)
-        )
+        self.home_slot_expert = torch.tensor(home.tolist(), dtype=torch.int64, device="cpu")
         self._attachment: weakref.ref[Attachment] | None = None
         self.reset_parameters()
 
@@ -133,7 +127,7 @@ class BalancedMoE(nn.Module):
             **place,
         )
         slots = torch.nonzero(moe.home_slot_expert >= 0).squeeze(1)
-        experts = moe.home_slot_expert[slots]
+        experts = moe.home_slot_expert[slots]  # CPU indices serve tensors on any device
         with torch.no_grad():
             moe.w13[slots] = w13_E2FD[experts]
             moe.w2[slots] = w2_EDF[experts]
@@ -151,6 +145,7 @@ class BalancedMoE(nn.Module):
         ids = None if use is None else use.expert_ids(self.layer)
         return None if ids is None else ids.long()
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # tables are NumPy code on live values, not for tracing
     def forward(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -171,6 +166,9 @@ class BalancedMoE(nn.Module):
             RuntimeError: a sharded layer that no runtime was attached to, or a recomputed layer
                 whose micro-batch cannot be told.
         """
+        check_tensor("x", x)
+        if x.dim() == 0:
+            raise ValueError("x: need [..., D], got a scalar")
         x_TD = x.reshape(-1, x.shape[-1])
         handle = self._handle(expert_ids, x_TD.shape[0])
         return balanced_moe(x_TD, scores, self.w13, self.w2, handle=handle).view(x.shape)
@@ -200,17 +198,37 @@ class BalancedMoE(nn.Module):
         attachment = self._attachment() if self._attachment is not None else None
         return attachment if attachment is not None and attachment.owns(self) else None
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        saved = state_dict.get(prefix + "home_slot_expert")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "home_slot_expert"] = self.home_slot_expert.clone()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        name = prefix + "home_slot_expert"
+        saved = state_dict.get(name)
+        if saved is None and strict:
+            missing_keys.append(name)
         if saved is not None and saved.tolist() != self.home_slot_expert.tolist():
             raise ValueError(
-                f"{prefix}home_slot_expert: the saved weights hold experts {saved.tolist()}, this "
+                f"{name}: the saved weights hold experts {saved.tolist()}, this "
                 f"rank's slots hold {self.home_slot_expert.tolist()}; use "
                 "runtime.load_logical_state_dict, or restore that layout first"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if name in unexpected_keys:
+            unexpected_keys.remove(name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not attached: they are other parameters."""

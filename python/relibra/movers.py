@@ -67,6 +67,8 @@ class GroupMovers:
         if self.use is not None:
             self.use.step.require_open(handle.what)
             self.use.step.attachment.enter_task(self.use)
+            layer = self.use.step.attachment.moe_layers[self.index or 0]
+            self.use.step.note("backward", self.use, layer)
 
     def leave_backward(self, handle: MoEHandle) -> None:
         """The tables of this use of this layer are not needed again."""

@@ -17,7 +17,7 @@ from relibra.agreement import agree, gather_tensor, own_group
 from relibra.attachment import Attachment
 from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
 from relibra.load_matrix import LoadMatrix
-from relibra.step import Routes, TrainingStep
+from relibra.step import TrainingStep
 from relibra.topology import Topology
 from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError, ReplicaSyncError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from relibra.layout import ExpertLayout
     from relibra.plan import StepPlan
+    from relibra.route_checks import Routes
 
 TRANSPORTS = ("auto", "dist")
 
@@ -81,9 +82,11 @@ class Runtime:
         self.combine = check_choice("combine", combine, COMBINE_MODES)
         self.grad_mode = check_choice("grad_mode", grad_mode, GRAD_MODES)
         self.replica_slots = check_int("replica_slots", replica_slots, minimum=0)
-        self.block_rows = check_int("block_rows", block_rows, minimum=1)
-        if timeout_s is not None and not timeout_s > 0:
+        self.block_rows = check_int("block_rows", block_rows, minimum=1, maximum=1 << 16)
+        if timeout_s is not None and not float(timeout_s) > 0:
             raise ValueError(f"timeout_s: need more than 0 seconds, got {timeout_s}")
+        if topology is not None and not isinstance(topology, Topology):
+            raise TypeError(f"topology: need a Topology, got {type(topology).__name__}")
         ranks = Ranks.of(group)
         self.num_ranks, self.rank = ranks.size, ranks.rank
         self.topology = topology or Topology(1, self.num_ranks)
@@ -95,6 +98,7 @@ class Runtime:
         self._owns_group = group is not None and timeout_s is not None
         if group is not None and timeout_s is not None:
             self.group = own_group(group, timeout_s)
+        self.checks_order = self.group is not None and dist.get_backend(self.group) == "gloo"
         self.dispatcher = FlatDispatch(self.group)
         self.replicas = DistReplica(self.group)
         self.failure: Exception | None = None

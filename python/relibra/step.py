@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from relibra.live_routes import LIVE_MODES, live_tables
-from relibra.load_matrix import LoadMatrix
 from relibra.local_use import count_ids
 from relibra.rank_tables import LayerTables, SourceRoute
+from relibra.route_checks import Routes, check_against_plan, checked_routes
 from relibra.use import Use, check_same_ids
-from relibra_kernels.checks import check_choice
+from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
     from types import TracebackType
 
     from relibra.attachment import Attachment
     from relibra.balanced_moe import MoEHandle
+    from relibra.dispatch_rows import DispatchRows
     from relibra.plan import StepPlan
-    from relibra.trace import DispatchRows
-
-Routes = Mapping[str, Sequence["DispatchRows"]]
 
 
 class TrainingStep:
@@ -55,8 +53,10 @@ class TrainingStep:
         self.plan, self.optimizer_step = plan, optimizer_step
         self.unknown_rows, self.live_passes = unknown_rows, dict(live_passes or {})
         self._live: set[tuple[str, int]] = set()  # micro-batches with unknown rows on some rank
-        self.routes = {name: list(rows) for name, rows in routes.items()}
+        self._given_routes = routes
+        self.routes: dict[str, list[DispatchRows]] = {}
         self.num_uses, self.moved_experts, self.moved_bytes = 0, 0, 0
+        self._order = 0  # CRC-32 over the executed stages, in order
         self._sources: dict[tuple[str, int, int], SourceRoute] = {}
         self._splits: dict[tuple[str, int, int], tuple[list[int], list[int]]] = {}
         self._tables: dict[tuple[str, int, int], LayerTables] = {}
@@ -75,6 +75,7 @@ class TrainingStep:
         fault: Exception | None = None
         try:
             attachment.check_enter(self)
+            self.routes = checked_routes(self._given_routes, attachment.moe_layers)
             self._check_routes()
         except Exception as error:  # whatever it is, the peers must hear of it
             fault = error
@@ -106,7 +107,10 @@ class TrainingStep:
         if error is not None:
             return
         self.runtime.agree(
-            {"number of executed uses": self.num_uses},
+            {
+                "number of executed layers": self.num_uses,
+                "order of executed passes, micro-batches and layers (CRC-32)": self._order,
+            },
             what=f"end of optimizer step {self.optimizer_step}",
             fault=self.runtime.failure,
         )
@@ -141,6 +145,7 @@ class TrainingStep:
         known = sorted({*self.routes, *self.live_passes})
         if pass_ not in known:
             raise ValueError(f"pass_: need one of {known}, got {pass_!r}")
+        micro_batch = check_int("micro_batch", micro_batch, minimum=0)
         if pass_ in self.routes and micro_batch not in self._micro_batches(pass_):
             raise ValueError(
                 f"micro_batch: need one of {self._micro_batches(pass_)} in optimizer step "
@@ -216,7 +221,6 @@ class TrainingStep:
         if key not in self._tables:
             build = self._exact_tables if use.mode == "exact" else self._live_tables
             self._tables[key] = build(use, index, ids_TK, f"{use}, layer {layer}")
-            self.num_uses += 1
         elif use.mode != "exact":
             check_same_ids(ids_TK, self._tables[key].ids_TK, f"{use}, layer {layer} (recomputed)")
         return self._tables[key]
@@ -254,6 +258,26 @@ class TrainingStep:
             planned,
         )
 
+    def note(self, stage: str, use: Use, layer: int) -> None:
+        """A layer begins a stage; all ranks must do the same in the same order.
+
+        Over gloo this is checked at once (collective), since gloo ends the process when the sizes
+        of an exchange differ; elsewhere at the end of the step.
+
+        Raises:
+            PlanError: another rank is somewhere else; on every rank.
+        """
+        self.num_uses += 1
+        self._order = zlib.crc32(f"{stage} {use.key} {layer}".encode(), self._order)
+        if self.runtime.checks_order:
+            what = f"{use}, layer {layer}, {stage}"
+            orders = self.runtime.gather(torch.tensor([self._order]), f"{what}: order of uses")
+            if len({int(order) for order in orders}) > 1:
+                raise PlanError(
+                    f"{what}: need the same order of passes, micro-batches and layers on all "
+                    f"ranks; this rank is at use {self.num_uses} of the step, others elsewhere"
+                )
+
     def release(self, use: Use, index: int) -> None:
         """The backward of a use of a layer is done: its tables are not needed again."""
         self._tables.pop((use.pass_, use.micro_batch, index), None)
@@ -286,7 +310,11 @@ class TrainingStep:
     def _facts(self) -> dict[str, int]:
         return {
             "optimizer_step": self.optimizer_step,
+            **self.attachment.options(),
             "passes (CRC-32 of their names)": zlib.crc32("|".join(sorted(self.routes)).encode()),
+            "choices a token": max(
+                (r.top_k for rows in self.routes.values() for r in rows), default=0
+            ),
             "number of micro-batches": sum(len(rows) for rows in self.routes.values()),
             "modes of live passes (CRC-32)": zlib.crc32(repr(self._live_options()).encode()),
             "plan hash": int(getattr(self.plan, "hash", "0")[:15], 16),
@@ -308,38 +336,12 @@ class TrainingStep:
                 )
 
     def _check_routes(self) -> None:
-        plan, rank = self.plan, self.runtime.rank
         self._check_live_passes()
         if not self.routes and not self.live_passes:
             raise PlanError("routes: need at least one pass, got none")
-        for name, rows in self.routes.items():
-            if name not in plan.passes:
-                raise PlanError(f"routes: need passes of {sorted(plan.passes)}, got {name!r}")
-            if name not in plan.loads:
-                raise PlanError(
-                    f"plan: need the loads of pass {name!r} to split rows by source, got none; "
-                    "read the plan with StepPlan.load(path, loads=...)"
-                )
-            loads = plan.loads[name]
-            num = loads.rows_MLGE.shape[0]
-            if len(rows) != num:
-                raise PlanError(f"routes[{name!r}]: need {num} micro-batches, got {len(rows)}")
-            mine = LoadMatrix.from_rows(rows, loads.optimizer_step_M).rows_MLGE[:, :, 0]
-            planned = loads.rows_MLGE[:, :, rank]
-            if mine.shape != planned.shape:
-                raise PlanError(
-                    f"routes[{name!r}]: need [M, L, E] = {list(planned.shape)}, got "
-                    f"{list(mine.shape)}"
-                )
-            if not np.array_equal(mine, planned):
-                m, layer, expert = np.argwhere(mine != planned)[0].tolist()
-                raise PlanError(
-                    f"routes[{name!r}]: micro-batch {m}, layer {self.attachment.moe_layers[layer]}"
-                    f", expert {expert}: the plan was made for {planned[m, layer, expert]} rows of "
-                    f"this rank, the routes hold {mine[m, layer, expert]}"
-                )
+        check_against_plan(self.routes, self.plan, self.runtime.rank)
         if self.routes and not any(self._micro_batches(name) for name in self.routes):
-            steps = {int(s) for name in self.routes for s in plan.loads[name].optimizer_step_M}
+            steps = {int(s) for name in self.routes for s in self.plan.loads[name].optimizer_step_M}
             raise PlanError(
                 f"optimizer_step: need one of {sorted(steps)}, got {self.optimizer_step!r}"
             )

@@ -60,6 +60,8 @@ class Use:
         index = step.attachment.layer_index(layer)
         what = f"{self}, layer {layer}"
         ids = self._checked_ids(step.ids(self, index), expert_ids, num_tokens, what)
+        step.attachment.note_recompute(self, layer)
+        step.note("forward", self, layer)
         runtime = step.runtime
         return MoEHandle(
             tables=step.tables(self, index, ids),

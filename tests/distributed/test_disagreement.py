@@ -136,7 +136,7 @@ def test_parameters_of_the_runtime_are_checked():
         ({"grad_mode": "bf16"}, "grad_mode: need one of"),
         ({"topology": relibra.Topology(2, 4)}, "topology: need 1 ranks"),
         ({"replica_slots": -1}, "replica_slots: need at least 0, got -1"),
-        ({"block_rows": 0}, "block_rows: need at least 1, got 0"),
+        ({"block_rows": 0}, "block_rows: need 1 to 65536, got 0"),
         ({"timeout_s": 0}, "timeout_s: need more than 0 seconds, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s: need more than 0 seconds, got nan"),
     ):
