@@ -38,6 +38,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "local_use",
         "live_routes",
         "use",
+        "route_checks",
         "agreement",
         "attachment",
         "attachable",

@@ -145,7 +145,8 @@ class BalancedMoE(nn.Module):
         ids = None if use is None else use.expert_ids(self.layer)
         return None if ids is None else ids.long()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # tables are NumPy code on live values, not for tracing
+    # The tables are NumPy code on live values: nothing to trace.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
