@@ -66,7 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except MemoryError as error:
+        what = str(error) or "not enough memory"
+        print(f"relibra {args.command}: error: sizes too large for memory: {what}", file=sys.stderr)
+        return 2
     except (OSError, TypeError, ValueError, RuntimeError) as error:
         print(f"relibra {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # a damaged file can make a reader fail in any way
+        name = type(error).__name__
+        print(f"relibra {args.command}: error: {name}: {error}", file=sys.stderr)
         return 2
     return code

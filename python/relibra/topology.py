@@ -142,6 +142,10 @@ def _whole_tuple(name: str, values: Sequence[int]) -> tuple[int, ...]:
 def _check_nodes(node_of: tuple[int, ...]) -> None:
     if not node_of:
         raise PlanError("rank_to_node: need at least one rank, got none")
+    if max(node_of) >= len(node_of):  # before anything of that size is made
+        raise PlanError(
+            f"rank_to_node: need node numbers below the {len(node_of)} ranks, got {max(node_of)}"
+        )
     missing = sorted(set(range(max(node_of) + 1)) - set(node_of))
     if missing:
         raise PlanError(

@@ -68,3 +68,14 @@ def test_importing_relibra_stays_light():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
+
+
+def test_sizes_that_fit_no_memory_are_an_error_line(monkeypatch, capsys):
+    from relibra import cli, cli_plan
+
+    def greedy(args):
+        raise MemoryError("Unable to allocate 128 GiB")
+
+    monkeypatch.setattr(cli_plan, "run", greedy)
+    assert cli.main(["plan", "x.npz", "--nodes", "1", "--ranks-per-node", "2"]) == 2
+    assert "sizes too large for memory: Unable to allocate 128 GiB" in capsys.readouterr().err

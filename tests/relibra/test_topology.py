@@ -44,7 +44,8 @@ def test_the_default_rail_is_the_position_inside_the_node() -> None:
         ({"num_nodes": 1, "ranks_per_node": 2, "rank_to_node": [0]}, "got both"),
         ({"rank_to_node": []}, "rank_to_node: need at least one rank"),
         ({"rank_to_node": [0, -1]}, r"rank_to_node\[1\]: need an integer >= 0, got -1"),
-        ({"rank_to_node": [0, 2]}, r"every node 0\.\.2 to have a rank, got none for \[1\]"),
+        ({"rank_to_node": [0, 2, 2]}, r"every node 0\.\.2 to have a rank, got none for \[1\]"),
+        ({"rank_to_node": [0, 2]}, "need node numbers below the 2 ranks, got 2"),
         ({"rank_to_node": [0, 0], "rank_to_rail": [0]}, "rank_to_rail: need 2 entries"),
         ({"rank_to_node": [0], "rank_to_rail": [70000]}, "rank_to_rail.*65535"),
     ],
@@ -52,3 +53,8 @@ def test_the_default_rail_is_the_position_inside_the_node() -> None:
 def test_what_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Topology(**arguments)  # type: ignore[arg-type]
+
+
+def test_huge_node_numbers_are_refused_before_anything_is_allocated():
+    with pytest.raises(PlanError, match="need node numbers below the 2 ranks, got 30000000000"):
+        Topology(rank_to_node=[0, 3 * 10**10])
