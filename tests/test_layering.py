@@ -22,7 +22,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "plan_report",
         "source_split",
     },
-    {"cost_model", "token_copies", "pass_cost", "planner"},
+    {"cost_model", "token_copies", "token_sample", "pass_cost", "planner"},
     {"reference", "triton_ops"},
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
     {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}

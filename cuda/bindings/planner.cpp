@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "bindings/arrays.hpp"
+#include "bindings/nodes.hpp"
 #include "common/parallel.hpp"
 #include "common/random.hpp"
 #include "planner/place.hpp"
@@ -18,18 +19,7 @@
 namespace relibra {
 namespace {
 
-// Rows of one column that an expert, a bin or a node may have: sums of them stay exact in int64 and
-// in the doubles of the search.
-constexpr int64_t kMaxLoad = int64_t(1) << 44;
 constexpr int64_t kMaxRail = (1 << 16) - 1;
-
-NodeRanks node_ranks(const py::array& rank_to_node_G) {
-  const int32_t* node = values<int32_t>(rank_to_node_G, "rank_to_node_G", {-1});
-  const auto G = rank_to_node_G.shape(0);
-  if (G < 1) throw py::value_error("rank_to_node_G: need at least one rank, got none");
-  check_range("rank_to_node_G", node, G, 0, G - 1);
-  return NodeRanks(node, int(G));
-}
 
 // All uses [M, L] of one pass.
 struct PassArrays {
@@ -65,8 +55,16 @@ const int32_t* rank_table(const py::array& table, const char* name, int64_t num_
   return entries;
 }
 
+// Nodes are needed only for experts with copies on several of them.
+SplitRanks split_ranks(const py::array& rank_to_rail_G,
+                       const std::optional<py::array>& rank_to_node_G, int num_ranks) {
+  return {rank_table(rank_to_rail_G, "rank_to_rail_G", num_ranks),
+          rank_to_node_G ? rank_table(*rank_to_node_G, "rank_to_node_G", num_ranks) : nullptr};
+}
+
 py::array_t<int32_t> py_split_rows(const py::array& rows_GE, const py::array& slot_expert_Gn,
-                                   const py::array& slot_rows_Gn, const py::array& rank_to_rail_G) {
+                                   const py::array& slot_rows_Gn, const py::array& rank_to_rail_G,
+                                   const std::optional<py::array>& rank_to_node_G) {
   const int32_t* rows = values<int32_t>(rows_GE, "rows_GE", {-1, -1});
   const auto G = rows_GE.shape(0);
   const int32_t* experts = values<int32_t>(slot_expert_Gn, "slot_expert_Gn", {G, -1});
@@ -74,24 +72,25 @@ py::array_t<int32_t> py_split_rows(const py::array& rows_GE, const py::array& sl
   const int64_t* slot_rows = values<int64_t>(slot_rows_Gn, "slot_rows_Gn", {G, n});
   const SplitShape shape{int(G), int(rows_GE.shape(1)), int(n)};
   check_range("slot_expert_Gn", experts, G * n, -1, shape.num_experts - 1);
-  const int32_t* rail = rank_table(rank_to_rail_G, "rank_to_rail_G", shape.num_ranks);
+  const SplitRanks ranks = split_ranks(rank_to_rail_G, rank_to_node_G, shape.num_ranks);
   auto quota = empty<int32_t>({G, G * n});
   int32_t* out = quota.mutable_data();
   py::gil_scoped_release release;
-  split_use(shape, {rows, experts, slot_rows}, rail, out);
+  split_use(shape, {rows, experts, slot_rows}, ranks, out);
   return quota;
 }
 
 py::array_t<int32_t> py_split_copied(const py::array& rows_MLGE, const py::array& slot_expert_MLGn,
                                      const py::array& slot_rows_MLGn,
-                                     const py::array& rank_to_rail_G, int num_threads) {
+                                     const py::array& rank_to_rail_G, int num_threads,
+                                     const std::optional<py::array>& rank_to_node_G) {
   const PassArrays pass(rows_MLGE, slot_expert_MLGn, slot_rows_MLGn);
-  const int32_t* rail = rank_table(rank_to_rail_G, "rank_to_rail_G", pass.shape.num_ranks);
+  const SplitRanks ranks = split_ranks(rank_to_rail_G, rank_to_node_G, pass.shape.num_ranks);
   std::vector<std::vector<SplitEntry>> by_use(pass.num_uses);
   {
     py::gil_scoped_release release;
     parallel_for(pass.num_uses, num_threads,
-                 [&](int64_t i) { by_use[i] = split_copied(pass.shape, pass.use(i), rail); });
+                 [&](int64_t i) { by_use[i] = split_copied(pass.shape, pass.use(i), ranks); });
   }
   py::ssize_t count = 0;
   for (const auto& entries : by_use) count += entries.size();
@@ -111,14 +110,12 @@ py::array_t<int64_t> py_count_traffic(const py::array& rows_MLGE, const py::arra
                                       const py::array& rank_to_node_G,
                                       const py::array& rank_to_rail_G, int num_threads) {
   const PassArrays pass(rows_MLGE, slot_expert_MLGn, slot_rows_MLGn);
-  const int32_t* node = rank_table(rank_to_node_G, "rank_to_node_G", pass.shape.num_ranks);
-  const int32_t* rail = rank_table(rank_to_rail_G, "rank_to_rail_G", pass.shape.num_ranks);
+  const SplitRanks ranks = split_ranks(rank_to_rail_G, rank_to_node_G, pass.shape.num_ranks);
   std::vector<Traffic> by_use(pass.num_uses);
   {
     py::gil_scoped_release release;
-    parallel_for(pass.num_uses, num_threads, [&](int64_t i) {
-      by_use[i] = count_traffic(pass.shape, pass.use(i), node, rail);
-    });
+    parallel_for(pass.num_uses, num_threads,
+                 [&](int64_t i) { by_use[i] = count_traffic(pass.shape, pass.use(i), ranks); });
   }
   auto sums = empty<int64_t>({3});
   int64_t* out = sums.mutable_data();
@@ -249,7 +246,7 @@ py::array_t<int32_t> py_match(const py::array& weight_nn) {
 
 py::tuple py_replicate(const py::array& totals_CLE, const py::array& home_LGH,
                        const py::array& rank_to_node_G, int replica_slots, double tolerance,
-                       int num_threads) {
+                       int num_threads, bool donor_only) {
   const int64_t* totals = values<int64_t>(totals_CLE, "totals_CLE", {-1, -1, -1});
   const auto C = totals_CLE.shape(0), L = totals_CLE.shape(1), E = totals_CLE.shape(2);
   check_range("totals_CLE", totals, C * L * E, 0, kMaxLoad);
@@ -267,7 +264,7 @@ py::tuple py_replicate(const py::array& totals_CLE, const py::array& home_LGH,
   int64_t *out_rows = rows.mutable_data(), *out_largest = largest.mutable_data();
   {
     py::gil_scoped_release release;
-    const ReplicateShape shape{int(E), int(H), int(S), tolerance};
+    const ReplicateShape shape{int(E), int(H), int(S), tolerance, donor_only};
     parallel_for(L, num_threads, [&](int64_t l) {
       Replicator replicator(shape, nodes);
       for (int64_t c = 0; c < C; ++c) {
@@ -281,6 +278,15 @@ py::tuple py_replicate(const py::array& totals_CLE, const py::array& home_LGH,
 }
 
 }  // namespace
+
+void bind_baselines(py::module_& m);      // bindings/baselines.cpp
+void bind_compose(py::module_& m);        // bindings/compose.cpp
+void bind_copies(py::module_& m);         // bindings/copies.cpp
+void bind_coactivation(py::module_& m);   // bindings/coactivation.cpp
+void bind_static_copies(py::module_& m);  // bindings/static_copies.cpp
+void bind_limits(py::module_& m);         // bindings/limits.cpp
+void bind_warm(py::module_& m);           // bindings/warm.cpp
+
 }  // namespace relibra
 
 PYBIND11_MODULE(_planner, m) {
@@ -301,13 +307,20 @@ PYBIND11_MODULE(_planner, m) {
   m.def("match", &relibra::py_match, py::arg("weight_nn"));
   m.def("replicate", &relibra::py_replicate, py::arg("totals_CLE"), py::arg("home_LGH"),
         py::arg("rank_to_node_G"), py::arg("replica_slots"), py::arg("tolerance") = 0.0,
-        py::arg("num_threads") = 0);
+        py::arg("num_threads") = 0, py::arg("donor_only") = false);
   m.def("split_rows", &relibra::py_split_rows, py::arg("rows_GE"), py::arg("slot_expert_Gn"),
-        py::arg("slot_rows_Gn"), py::arg("rank_to_rail_G"));
+        py::arg("slot_rows_Gn"), py::arg("rank_to_rail_G"), py::arg("rank_to_node_G") = py::none());
   m.def("split_copied", &relibra::py_split_copied, py::arg("rows_MLGE"),
         py::arg("slot_expert_MLGn"), py::arg("slot_rows_MLGn"), py::arg("rank_to_rail_G"),
-        py::arg("num_threads") = 0);
+        py::arg("num_threads") = 0, py::arg("rank_to_node_G") = py::none());
   m.def("count_traffic", &relibra::py_count_traffic, py::arg("rows_MLGE"),
         py::arg("slot_expert_MLGn"), py::arg("slot_rows_MLGn"), py::arg("rank_to_node_G"),
         py::arg("rank_to_rail_G"), py::arg("num_threads") = 0);
+  relibra::bind_baselines(m);
+  relibra::bind_compose(m);
+  relibra::bind_copies(m);
+  relibra::bind_coactivation(m);
+  relibra::bind_static_copies(m);
+  relibra::bind_limits(m);
+  relibra::bind_warm(m);
 }

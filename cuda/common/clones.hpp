@@ -1,7 +1,8 @@
 // Function multiversioning: one portable binary that uses AVX-512 or AVX2 where the CPU has them.
 //
-// Only integer code is versioned, so every version gives the same bits. Elsewhere (other compilers,
-// CPUs or C libraries) the macro is empty and the plain version is used.
+// Only integer code and element-wise floating point (no sums over elements) is versioned, so every
+// version gives the same bits. Elsewhere (other compilers, CPUs or C libraries) the macro is empty
+// and the plain version is used.
 #pragma once
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)

@@ -13,7 +13,8 @@ namespace {
 
 constexpr int64_t kProposalsPerTemperature = 256;
 constexpr uint64_t kSampledSwaps = 512;
-constexpr int kPlaceBits = 24;  // random bits for each place of a swap
+constexpr double kPricedTemperature = 0.02;  // as AnnealOptions::begin_temperature
+constexpr int kPlaceBits = 24;               // random bits for each place of a swap
 static_assert(2 * kPlaceBits + kExponentialBits == 64);
 
 // Two experts in different bins, from the low bits of a random word.
@@ -188,6 +189,8 @@ int64_t bin_objective(const BinProblem& problem, const int32_t* bin_of) {
       largest = std::max(largest, bin_load[size_t(b) * C + c] * problem.bin_scale[b]);
     sum += largest;
   }
+  for (int e = 0; problem.move_cost != 0 && e < problem.num_experts; ++e)
+    if (bin_of[e] != problem.base_bin[e]) sum += problem.move_cost;
   return sum;
 }
 
@@ -256,6 +259,23 @@ AnnealResult cold_assign(const BinProblem& problem, const AnnealOptions& options
 AnnealResult warm_assign(const BinProblem& problem, const int32_t* start, int32_t* bin_of) {
   std::copy(start, start + problem.num_experts, bin_of);
   return descend(problem, bin_of);
+}
+
+AnnealResult priced_assign(BinProblem problem, AnnealOptions options, const int32_t* start,
+                           int64_t move_cost, int32_t* bin_of) {
+  problem.base_bin = start;
+  problem.move_cost = move_cost;
+  // Near a good start: a hot search would leave it, and find its way back only by the price. It
+  // gains nothing before it is cold, so it must not stop early.
+  options.begin_temperature = kPricedTemperature;
+  options.stall_gain = -1;
+  const AnnealResult direct = warm_assign(problem, start, bin_of);
+  std::vector<int32_t> other(start, start + problem.num_experts);
+  AnnealResult result = anneal(problem, options, other.data());
+  const AnnealResult descended = descend(problem, other.data());
+  if (descended.objective < direct.objective) std::copy(other.begin(), other.end(), bin_of);
+  return {std::min(direct.objective, descended.objective),
+          direct.num_proposals + result.num_proposals + descended.num_proposals};
 }
 
 }  // namespace relibra

@@ -17,6 +17,9 @@ struct BinProblem {
   const int64_t* load;             // [E][C], weighted rows; owned by the caller
   std::vector<int32_t> capacity;   // [B], experts of each bin, in all E
   std::vector<int32_t> bin_scale;  // [B], a bin of load x counts as scale * x (uneven nodes)
+  // Price of moves: every expert outside its base bin adds move_cost to the objective.
+  const int32_t* base_bin = nullptr;  // [E], owned by the caller; may be null when move_cost is 0
+  int64_t move_cost = 0;
 };
 
 struct AnnealOptions {
@@ -40,7 +43,7 @@ struct AnnealResult {
   int64_t num_proposals;  // swaps that were evaluated
 };
 
-// Sum over columns of the largest scaled bin. bin_of: [E].
+// Sum over columns of the largest scaled bin, and the price of moves. bin_of: [E].
 int64_t bin_objective(const BinProblem& problem, const int32_t* bin_of);
 
 // No assignment is better: per column the larger of the even share and the largest expert in the
@@ -62,5 +65,10 @@ AnnealResult cold_assign(const BinProblem& problem, const AnnealOptions& options
 
 // descend() from start [E], whose cardinalities stay. bin_of: [E], out.
 AnnealResult warm_assign(const BinProblem& problem, const int32_t* start, int32_t* bin_of);
+
+// With a price of moves from start [E]: the better of descend() and of anneal() and descend().
+// bin_of: [E], out.
+AnnealResult priced_assign(BinProblem problem, AnnealOptions options, const int32_t* start,
+                           int64_t move_cost, int32_t* bin_of);
 
 }  // namespace relibra

@@ -54,7 +54,9 @@ class BinState {
         scale_(problem.bin_scale.begin(), problem.bin_scale.end()),
         load_(problem.num_experts, problem.num_columns),
         bin_load_(bins_ + 1, problem.num_columns),
-        top_(kOthers == 0 ? 5 : 0, problem.num_columns) {
+        top_(kOthers == 0 ? 5 : 0, problem.num_columns),
+        move_cost_(problem.move_cost) {
+    if (move_cost_ != 0) base_bin_.assign(problem.base_bin, problem.base_bin + problem.num_experts);
     for (int e = 0; e < problem.num_experts; ++e) {
       const int64_t* column = problem.load + int64_t(e) * problem.num_columns;
       std::transform(column, column + problem.num_columns, load_.row(e),
@@ -63,6 +65,7 @@ class BinState {
       for (int m = 0; m < problem.num_columns; ++m) bin[m] += load_.row(e)[m] * scale_[bin_of[e]];
     }
     place(problem, bin_of);
+    moved_ = count_moved();
     update_top();
     objective_ = rescore();
   }
@@ -71,6 +74,7 @@ class BinState {
   int first_place(int bin) const { return first_place_[bin]; }
   int num_places(int bin) const { return first_place_[bin + 1] - first_place_[bin]; }
   int bin_of_place(int place) const { return bin_of_place_[place]; }
+  int expert_at(int place) const { return expert_[place]; }
 
   // Objective after a swap, exact.
   RELIBRA_INLINE int64_t score(const Swap& swap) const {
@@ -104,7 +108,7 @@ class BinState {
         sum += larger(x, other);
       }
     }
-    return sum;
+    return move_cost_ == 0 ? sum : sum + move_cost_ * (moved_ + more_moved(swap));
   }
 
   // Makes a swap whose score is known.
@@ -121,6 +125,7 @@ class BinState {
       la[m] += d * scale_a;
       lb[m] -= d * scale_b;
     }
+    if (move_cost_ != 0) moved_ += more_moved(swap);
     std::swap(expert_[swap.place_a], expert_[swap.place_b]);
     update_top();
     objective_ = score;
@@ -134,7 +139,7 @@ class BinState {
       for (int bin = 0; bin < bins_; ++bin) largest = larger(largest, bin_load_.row(bin)[m]);
       sum += largest;
     }
-    return sum;
+    return sum + move_cost_ * count_moved();
   }
 
   void assignment(int32_t* bin_of) const {
@@ -142,6 +147,21 @@ class BinState {
   }
 
  private:
+  // How many more experts are outside their base bin after a swap, -2 to 2.
+  RELIBRA_INLINE int more_moved(const Swap& swap) const {
+    const int32_t base_a = base_bin_[expert_[swap.place_a]];
+    const int32_t base_b = base_bin_[expert_[swap.place_b]];
+    return (base_a == swap.bin_a) - (base_a == swap.bin_b) + (base_b == swap.bin_b) -
+           (base_b == swap.bin_a);
+  }
+
+  int64_t count_moved() const {
+    int64_t moved = 0;
+    for (size_t i = 0; move_cost_ != 0 && i < expert_.size(); ++i)
+      moved += base_bin_[expert_[i]] != bin_of_place_[i];
+    return moved;
+  }
+
   static RELIBRA_INLINE T larger(T x, T y) { return x > y ? x : y; }
 
   // Loads of the bins that do not swap; a row of zeros stands in where there are fewer.
@@ -200,6 +220,9 @@ class BinState {
   std::vector<int32_t> expert_;        // place -> expert
   std::vector<int32_t> bin_of_place_;  // place -> bin
   std::vector<int32_t> first_place_;   // [B+1]
+  std::vector<int32_t> base_bin_;      // [E], empty when moves are free
+  int64_t move_cost_ = 0;
+  int64_t moved_ = 0;  // experts outside their base bin
   int64_t objective_ = 0;
 };
 

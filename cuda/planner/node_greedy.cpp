@@ -13,6 +13,12 @@ class Greedy {
   Greedy(SiteFlow& flow, int64_t target, const GreedyStyle& style)
       : flow_(flow), instance_(flow.instance()), target_(target), style_(style) {
     stuck_.assign(instance_.num_ranks, 0);
+    if (style.limits.active()) {
+      pushes_.assign(instance_.num_ranks, 0);
+      fan_out_.assign(instance_.num_experts(), 0);
+    }
+    hottest_.resize(instance_.num_ranks);
+    for (int i = 0; i < instance_.num_ranks; ++i) find_hottest(i);
   }
 
   bool run() {
@@ -26,6 +32,20 @@ class Greedy {
 
  private:
   int64_t gap(int rank) const { return target_ - flow_.load(rank); }
+
+  void find_hottest(int rank) {
+    const int first = rank * instance_.home_slots, last = first + instance_.home_slots;
+    int best = first;
+    for (int e = first + 1; e < last; ++e)
+      if (flow_.rest(e) > flow_.rest(best)) best = e;
+    hottest_[rank] = best;
+  }
+
+  void move(int expert, int rank, int64_t rows) {
+    flow_.add(expert, rank, rows);
+    find_hottest(instance_.home(expert));
+    if (!fan_out_.empty()) ++pushes_[instance_.home(expert)], ++fan_out_[expert];
+  }
 
   double jitter() {
     if (style_.noise == 0) return 1;
@@ -45,7 +65,13 @@ class Greedy {
   }
 
   bool can_receive(int donor, int rank) const {
-    return rank != donor && flow_.free_slots(rank) > 0;
+    return rank != donor && flow_.free_slots(rank) > 0 &&
+           (pushes_.empty() || pushes_[donor] < style_.limits.max_pushes);
+  }
+
+  bool can_copy(int expert, int rank) const {
+    return (fan_out_.empty() || fan_out_[expert] < style_.limits.max_fan_out) &&
+           !flow_.hosts(expert, rank);
   }
 
   // One transfer out of a rank above the target; false when there is none.
@@ -66,13 +92,13 @@ class Greedy {
     int best = -1;
     double best_value = 0;
     for (int i = 0; i < instance_.num_ranks; ++i) {
-      if (!can_receive(donor, i) || gap(i) <= 0 || gap(i) > can_move) continue;
-      if (pick_expert(donor, i, gap(i)) < 0) continue;
+      if (!can_receive(donor, i) || gap(i) < style_.limits.min_rows || gap(i) > can_move) continue;
+      if (!has_expert(donor, i, gap(i))) continue;
       const double value = double(style_.smallest_gap_first ? -gap(i) : gap(i)) * jitter();
       if (best < 0 || value > best_value) best_value = value, best = i;
     }
     if (best < 0) return false;
-    flow_.add(pick_expert(donor, best, gap(best)), best, gap(best));
+    move(pick_expert(donor, best, gap(best)), best, gap(best));
     return true;
   }
 
@@ -83,30 +109,31 @@ class Greedy {
     int best = -1;
     double best_value = 0;
     for (int i = 0; i < instance_.num_ranks; ++i) {
-      if (!can_receive(donor, i) || gap(i) <= surplus) continue;
-      if (pick_expert(donor, i, gap(i)) < 0) continue;
+      if (!can_receive(donor, i) || gap(i) <= surplus || gap(i) < style_.limits.min_rows) continue;
+      if (!has_expert(donor, i, gap(i))) continue;
       const double value = double(gap(i)) * jitter();
       if (best < 0 || value < best_value) best_value = value, best = i;
     }
     if (best < 0) return false;
-    flow_.add(pick_expert(donor, best, gap(best)), best, gap(best));
+    move(pick_expert(donor, best, gap(best)), best, gap(best));
     return true;
   }
 
   // Hands the surplus to a rank at or above the target that can pass on more of its own.
   bool relay(int donor, int64_t surplus) {
+    surplus = std::max(surplus, style_.limits.min_rows);
     bool any_gap = false;
     int best = -1;
     double best_value = 0;
     for (int i = 0; i < instance_.num_ranks; ++i) {
       any_gap |= gap(i) > 0 && can_receive(donor, i);
       if (!can_receive(donor, i) || gap(i) > 0 || stuck_[i]) continue;
-      if (pick_expert(donor, i, surplus) < 0) continue;
+      if (!has_expert(donor, i, surplus)) continue;
       const double value = double(most_rows(i)) * jitter();
       if (best < 0 || value > best_value) best_value = value, best = i;
     }
     if (best < 0 || !any_gap) return false;
-    flow_.add(pick_expert(donor, best, surplus), best, surplus);
+    move(pick_expert(donor, best, surplus), best, surplus);
     return true;
   }
 
@@ -118,27 +145,36 @@ class Greedy {
       if (!can_receive(donor, i) || gap(i) <= 0) continue;
       const int expert = hottest(donor, i);
       if (expert < 0) continue;
-      const int64_t rows = std::min({flow_.rest(expert), gap(i), surplus});
+      const int64_t rows = part(expert, i, surplus);
+      if (rows > std::min(flow_.rest(expert), gap(i))) continue;
       const double value = double(rows) * jitter();
       if (best < 0 || value > best_value) best_value = value, best = i, best_expert = expert;
     }
     if (best < 0) return false;
-    flow_.add(best_expert, best, std::min({flow_.rest(best_expert), gap(best), surplus}));
+    move(best_expert, best, part(best_expert, best, surplus));
     return true;
   }
 
-  int64_t most_rows(int rank) const {
-    int64_t most = 0;
-    for (int e = rank * instance_.home_slots; e < (rank + 1) * instance_.home_slots; ++e)
-      most = std::max(most, flow_.rest(e));
-    return most;
+  // What fill_part() moves; no less than a replica must have.
+  int64_t part(int expert, int rank, int64_t surplus) const {
+    return std::max(std::min({flow_.rest(expert), gap(rank), surplus}), style_.limits.min_rows);
   }
 
+  int64_t most_rows(int rank) const { return flow_.rest(hottest_[rank]); }
+
+  // Whether pick_expert() finds one.
+  bool has_expert(int donor, int rank, int64_t rows) const {
+    if (most_rows(donor) < rows || most_rows(donor) == 0) return false;
+    return can_copy(hottest_[donor], rank) || pick_expert(donor, rank, rows) >= 0;
+  }
+
+  // The expert at home on `donor` with most rows left that `rank` does not host, or -1.
   int hottest(int donor, int rank) const {
+    if (most_rows(donor) == 0) return -1;
+    if (can_copy(hottest_[donor], rank)) return hottest_[donor];
     int best = -1;
     for (int e = donor * instance_.home_slots; e < (donor + 1) * instance_.home_slots; ++e)
-      if (flow_.rest(e) > 0 && (best < 0 || flow_.rest(e) > flow_.rest(best)) &&
-          !flow_.hosts(e, rank))
+      if (flow_.rest(e) > 0 && (best < 0 || flow_.rest(e) > flow_.rest(best)) && can_copy(e, rank))
         best = e;
     return best;
   }
@@ -150,7 +186,7 @@ class Greedy {
       if (flow_.rest(e) < rows || flow_.rest(e) == 0) continue;
       const bool better = best < 0 || (style_.hottest_first ? flow_.rest(e) > flow_.rest(best)
                                                             : flow_.rest(e) < flow_.rest(best));
-      if (better && !flow_.hosts(e, rank)) best = e;
+      if (better && can_copy(e, rank)) best = e;
     }
     return best;
   }
@@ -160,6 +196,8 @@ class Greedy {
   const int64_t target_;
   const GreedyStyle& style_;
   std::vector<char> stuck_;
+  std::vector<int64_t> pushes_, fan_out_;  // by rank, by expert; empty without limits
+  std::vector<int32_t> hottest_;  // [P], the expert at home with most rows left, lowest of equals
   uint64_t counter_ = 0;
 };
 
@@ -180,7 +218,7 @@ void alias_sites(SiteFlow& flow, int64_t target) {
       if (!filled[i] && (receiver < 0 || flow.load(i) < flow.load(receiver))) receiver = i;
     }
     // A filled rank is at the target exactly, so a rank above it has all its rows at home.
-    if (flow.load(donor) <= target) return;
+    if (flow.load(donor) <= target || receiver < 0) return;
     int64_t deficit = target - flow.load(receiver);
     for (int e = donor * H; e < (donor + 1) * H && deficit > 0; ++e) {
       const int64_t rows = std::min(deficit, flow.rest(e));

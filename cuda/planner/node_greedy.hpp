@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "planner/limits.hpp"
 #include "planner/site_flow.hpp"
 
 namespace relibra {
@@ -17,6 +18,7 @@ struct GreedyStyle {
   bool hottest_first = false;  // take the expert with most rows, not the smallest that is enough
   double noise = 0;            // relative jitter of every choice
   uint64_t seed = 0;
+  ReplicaLimits limits = {};  // every replica that a pass makes keeps them
 };
 
 // Moves rows from the home state of `flow` until every rank is at most `target` or nothing helps.

@@ -9,7 +9,14 @@ namespace relibra {
 namespace {
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+constexpr int64_t kManyRows = 4096;
 constexpr int kNumPlainStyles = 8;  // combinations of the flags of a chained GreedyStyle
+
+// With one slot a rank and no slack, donors that only give need gaps that add up to each surplus to
+// the row. With many rows that does not happen by chance.
+bool donors_need_luck(const NodeInstance& instance, int64_t goal) {
+  return instance.replica_slots == 1 && goal == node_lower_bound(instance) && goal >= kManyRows;
+}
 
 void load_result(const NodeInstance& instance, const NodeResult& result, SiteFlow& flow) {
   flow.reset(instance);
@@ -21,7 +28,13 @@ void load_result(const NodeInstance& instance, const NodeResult& result, SiteFlo
 int64_t node_lower_bound(const NodeInstance& instance) {
   int64_t sum = 0;
   for (int e = 0; e < instance.num_experts(); ++e) sum += instance.rows[e];
-  return (sum + instance.num_ranks - 1) / instance.num_ranks;
+  if (!instance.fixed) return (sum + instance.num_ranks - 1) / instance.num_ranks;
+  int64_t most = 0;
+  for (int i = 0; i < instance.num_ranks; ++i) {
+    sum += instance.fixed[i];
+    most = std::max(most, instance.fixed[i]);
+  }
+  return std::max(most, (sum + instance.num_ranks - 1) / instance.num_ranks);
 }
 
 // Stores a better state; returns whether the search is over.
@@ -42,8 +55,10 @@ void NodeSolver::solve(const NodeInstance& instance, int64_t goal, NodeResult& r
 
   GreedyStyle style;
   style.chained = false;  // fewest pushes when it is enough
-  greedy_sites(flow_, goal, style);
-  if (keep_better(flow_, flow_.largest(), goal, result)) return;
+  if (!donors_need_luck(instance, goal)) {
+    greedy_sites(flow_, goal, style);
+    if (keep_better(flow_, flow_.largest(), goal, result)) return;
+  }
 
   style.chained = true;
   const int num_starts = kNumPlainStyles + effort_.noisy_starts;
@@ -74,6 +89,26 @@ void NodeSolver::solve(const NodeInstance& instance, int64_t goal, NodeResult& r
   keep_better(flow_, largest, goal, result);
 }
 
+void NodeSolver::solve_donor_only(const NodeInstance& instance, NodeResult& result) {
+  flow_.reset(instance);
+  result.replicas.clear();
+  result.largest = flow_.largest();
+  if (instance.replica_slots == 0) return;
+  GreedyStyle style;
+  style.chained = false;
+  int64_t low = node_lower_bound(instance);
+  while (low < result.largest) {
+    const int64_t target = low + (result.largest - low) / 2;
+    flow_.reset(instance);
+    if (greedy_sites(flow_, target, style)) {
+      result.largest = flow_.largest();
+      result.replicas = flow_.replicas();
+    } else {
+      low = target + 1;
+    }
+  }
+}
+
 bool NodeSolver::change_one_site(SiteFlow& flow, int64_t goal, int64_t& largest) {
   if (flow.bottleneck().empty()) return false;
   list_changes(flow, largest);
@@ -86,7 +121,7 @@ bool NodeSolver::change_one_site(SiteFlow& flow, int64_t goal, int64_t& largest)
   std::partial_sort(changes_.begin(), changes_.begin() + tried, changes_.end(), before);
   for (int i = 0; i < tried; ++i) {
     const Change& change = changes_[i];
-    trial_ = flow;
+    trial_.copy_rows(flow);
     if (change.replaced >= 0) trial_.remove(change.replaced);
     trial_.add(change.expert, change.rank, 0);
     const int64_t found = trial_.balance(goal, largest);
@@ -156,18 +191,34 @@ void NodeSolver::prune(SiteFlow& flow, int64_t target) {
     if (a.rows != b.rows) return a.rows < b.rows;
     return a.rank != b.rank ? a.rank < b.rank : a.expert < b.expert;
   });
+  // What the ranks could execute at most if every row were theirs to choose, by the target.
+  const NodeInstance& instance = flow.instance();
+  could_.assign(instance.num_ranks, 0);
+  int64_t sum = 0;
+  for (int e = 0; e < instance.num_experts(); ++e) could_[instance.home(e)] += instance.rows[e];
+  for (const Replica& one : candidates) could_[one.rank] += instance.rows[one.expert];
+  for (int e = 0; e < instance.num_experts(); ++e) sum += instance.rows[e];
+  int64_t capacity = 0;
+  for (const int64_t rows : could_) capacity += std::min(rows, target);
   for (const Replica& candidate : candidates) {
+    int64_t& could = could_[candidate.rank];
+    const int64_t without = could - instance.rows[candidate.expert];
+    const int64_t left = capacity - std::min(could, target) + std::min(without, target);
+    if (left < sum) continue;
     int k = 0;  // numbers change as replicas go
     while (flow.replicas()[k].rank != candidate.rank ||
            flow.replicas()[k].expert != candidate.expert)
       ++k;
     if (flow.replicas()[k].rows == 0) {
       flow.remove(k);
-      continue;
+    } else {
+      trial_.copy_rows(flow);
+      trial_.remove(k);
+      if (trial_.balance(target, target + 1) > target) continue;
+      std::swap(flow, trial_);
     }
-    trial_ = flow;
-    trial_.remove(k);
-    if (trial_.balance(target, target + 1) <= target) std::swap(flow, trial_);
+    could = without;
+    capacity = left;
   }
 }
 

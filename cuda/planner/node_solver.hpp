@@ -23,7 +23,7 @@ struct NodeResult {
   std::vector<Replica> replicas;
 };
 
-// ceil(sum of rows / P): no split has a smaller maximum.
+// ceil(sum of rows / P), or the most fixed rows: no split has a smaller maximum.
 int64_t node_lower_bound(const NodeInstance& instance);
 
 // Keeps its buffers between instances. Not for use by two threads at a time.
@@ -34,6 +34,10 @@ class NodeSolver {
   // Sites and exact split with a small maximum; stops when it is at most `goal` (raised to the
   // lower bound). With S >= H the goal is always reached. Deterministic in (instance, goal).
   void solve(const NodeInstance& instance, int64_t goal, NodeResult& result);
+
+  // The smallest target, by bisection, for which ranks above it can give what they have too much to
+  // ranks below it, none of which gives on: what published planners do with one slot a rank.
+  void solve_donor_only(const NodeInstance& instance, NodeResult& result);
 
   // Makes do with fewer replicas while every rank stays at most `target` >= result.largest.
   void use_fewer(const NodeInstance& instance, int64_t target, NodeResult& result);
@@ -54,6 +58,7 @@ class NodeSolver {
   SiteFlow flow_, trial_;
   std::vector<Change> changes_;
   std::vector<int64_t> inside_;  // rows of each expert inside the bottleneck
+  std::vector<int64_t> could_;   // rows that each rank could execute at most
 };
 
 }  // namespace relibra

@@ -13,13 +13,16 @@ constexpr double kFlat = 2e-4;
 class Refiner {
  public:
   Refiner(const LayerLoads& loads, const NodeRanks& nodes, int home_slots, int replica_slots,
-          int64_t solver_calls, uint64_t seed, int32_t* home)
+          int64_t solver_calls, uint64_t seed, int32_t* home, const int32_t* base_rank,
+          int64_t move_cost)
       : loads_(loads),
         nodes_(nodes),
         H_(home_slots),
         S_(replica_slots),
         seed_(seed),
         home_(home),
+        base_rank_(base_rank),
+        move_cost_(move_cost),
         budget_(solver_calls) {}
 
   int64_t run() {
@@ -81,24 +84,31 @@ class Refiner {
       if (double(excess(c)) > kFlat * double(goal_[c])) bad_columns_.push_back(c);
   }
 
-  // One random exchange of two experts of the node; kept when the sum of excesses falls.
+  // What it costs more to have an expert on one rank than on another.
+  int64_t price(int32_t expert, int32_t on, int32_t than_on) const {
+    if (move_cost_ == 0) return 0;
+    return move_cost_ * ((base_rank_[expert] == than_on) - (base_rank_[expert] == on));
+  }
+
+  // One random exchange of two experts of the node; kept when the sum of excesses and of prices
+  // falls.
   void try_exchange(int node, int column) {
     const int C = loads_.num_columns, P = nodes_.size(node);
     const uint64_t bits = random_bits(seed_, counter_++);
     const int a = int(below(bits, 16, uint32_t(P)));
     const int b = (a + 1 + int(below(bits >> 16, 16, uint32_t(P - 1)))) % P;
-    int32_t& first =
-        home_[int64_t(nodes_.rank(node, a)) * H_ + below(bits >> 32, 16, uint32_t(H_))];
-    int32_t& second =
-        home_[int64_t(nodes_.rank(node, b)) * H_ + below(bits >> 48, 16, uint32_t(H_))];
+    const int32_t rank_a = nodes_.rank(node, a), rank_b = nodes_.rank(node, b);
+    int32_t& first = home_[int64_t(rank_a) * H_ + below(bits >> 32, 16, uint32_t(H_))];
+    int32_t& second = home_[int64_t(rank_b) * H_ + below(bits >> 48, 16, uint32_t(H_))];
     if (first < 0 || second < 0) {
       ++calls_;  // filler slots stay; counted, so that the loop ends
       return;
     }
-    int64_t before = 0, after = 0;
+    int64_t before = 0, after = price(first, rank_b, rank_a) + price(second, rank_a, rank_b);
     for (int c = 0; c < C; ++c) before += excess(c);
     old_.assign(largest_.begin() + size_t(node) * C, largest_.begin() + size_t(node + 1) * C);
     std::swap(first, second);
+    if (after >= before) ++calls_;  // dearer than any gain; counted, so that the loop ends
     for (int i = 0; i < C && after < before; ++i) {
       const int c = i == 0 ? column : i - (i <= column);  // the column to mend comes first
       largest_[size_t(node) * C + c] = solve(node, c);
@@ -114,6 +124,8 @@ class Refiner {
   const int H_, S_;
   const uint64_t seed_;
   int32_t* home_;
+  const int32_t* base_rank_;
+  const int64_t move_cost_;
   const int64_t budget_;
   int64_t calls_ = 0;
   uint64_t counter_ = 0;
@@ -127,14 +139,16 @@ class Refiner {
 
 int64_t refine_places(const LayerLoads& loads, const NodeRanks& nodes, int home_slots,
                       int replica_slots, int64_t solver_calls, uint64_t seed,
-                      int32_t* home_slot_expert) {
+                      int32_t* home_slot_expert, const int32_t* base_rank, int64_t move_cost) {
   int widest = 0;
   for (int node = 0; node < nodes.num_nodes(); ++node) widest = std::max(widest, nodes.size(node));
   // With S >= H every node becomes flat whatever the placement, and one rank has no exchanges.
   if (replica_slots == 0 || replica_slots >= home_slots || widest < 2) return 0;
   // A call takes longer on a wide node; the budget is meant for 8 ranks.
   const int64_t calls = solver_calls * 8 / std::max(8, widest);
-  return Refiner(loads, nodes, home_slots, replica_slots, calls, seed, home_slot_expert).run();
+  return Refiner(loads, nodes, home_slots, replica_slots, calls, seed, home_slot_expert, base_rank,
+                 move_cost)
+      .run();
 }
 
 }  // namespace relibra

@@ -9,9 +9,19 @@ void SiteFlow::reset(const NodeInstance& instance) {
   const int P = instance.num_ranks, H = instance.home_slots;
   rest_.assign(instance.rows, instance.rows + int64_t(P) * H);
   load_.assign(P, 0);
-  for (int e = 0; e < P * H; ++e) load_[e / H] += rest_[e];
+  if (instance.fixed) load_.assign(instance.fixed, instance.fixed + P);
+  for (int i = 0, e = 0; i < P; ++i)
+    for (int h = 0; h < H; ++h, ++e) load_[i] += rest_[e];
   free_slots_.assign(P, instance.replica_slots);
   replicas_.clear();
+}
+
+void SiteFlow::copy_rows(const SiteFlow& other) {
+  instance_ = other.instance_;
+  load_ = other.load_;
+  rest_ = other.rest_;
+  free_slots_ = other.free_slots_;
+  replicas_ = other.replicas_;
 }
 
 void SiteFlow::add(int expert, int rank, int64_t rows) {

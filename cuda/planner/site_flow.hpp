@@ -12,6 +12,8 @@ struct NodeInstance {
   int home_slots;       // H
   int replica_slots;    // S
   const int64_t* rows;  // [P][H], 0 in filler slots; owned by the caller
+  // [P], rows beside those that no replica can take; owned by the caller, null for none.
+  const int64_t* fixed = nullptr;
 
   int home(int expert) const { return expert / home_slots; }
   int num_experts() const { return num_ranks * home_slots; }
@@ -29,6 +31,9 @@ class SiteFlow {
  public:
   // All rows at home, no replicas.
   void reset(const NodeInstance& instance);
+
+  // The rows and replicas of another state; what balance() left is not copied.
+  void copy_rows(const SiteFlow& other);
 
   // A replica with some rows of the expert's home; the slot must be free and the rank no host.
   void add(int expert, int rank, int64_t rows);

@@ -13,10 +13,15 @@ __extension__ typedef unsigned __int128 Wide;
 // Splits the rows of one expert after another; keeps its buffers between experts.
 class Splitter {
  public:
-  Splitter(const SplitShape& shape, const SplitUse& use, const int32_t* rank_to_rail)
-      : shape_(shape), use_(use), rail_(rank_to_rail), first_slot_(shape.num_experts + 1, 0) {
+  Splitter(const SplitShape& shape, const SplitUse& use, const SplitRanks& ranks)
+      : shape_(shape),
+        use_(use),
+        rail_(ranks.rail, shape.num_ranks),
+        node_(ranks.node, ranks.node ? shape.num_ranks : 0),
+        first_slot_(shape.num_experts + 1, 0) {
     index_slots();
-    index_rails();
+    all_.resize(shape.num_ranks);
+    std::iota(all_.begin(), all_.end(), 0);
   }
 
   int num_copies(int expert) const { return first_slot_[expert + 1] - first_slot_[expert]; }
@@ -42,10 +47,8 @@ class Splitter {
     dealt_.assign(size_t(copies) * G, 0);
     if (copies == 0) return dealt_;
     for (int i = 0; i < copies; ++i) give(i, rank_of(expert, i));
-    for (int i = 0; i < copies; ++i) {
-      const int rail = rail_[rank_of(expert, i)];
-      deal(i, &by_rail_[first_by_rail_[rail]], first_by_rail_[rail + 1] - first_by_rail_[rail]);
-    }
+    if (on_several_nodes(expert)) deal_near(expert, node_);
+    deal_near(expert, rail_);
     for (int i = 0; i < copies; ++i) deal(i, all_.data(), G);
     return dealt_;
   }
@@ -65,19 +68,34 @@ class Splitter {
       if (use_.slot_expert[s] >= 0) slots_[next[use_.slot_expert[s]]++] = s;
   }
 
-  // Sources of each rail, ascending.
-  void index_rails() {
-    const int G = shape_.num_ranks;
-    const int num_rails = 1 + *std::max_element(rail_, rail_ + G);
-    first_by_rail_.assign(num_rails + 1, 0);
-    for (int g = 0; g < G; ++g) ++first_by_rail_[rail_[g] + 1];
-    std::partial_sum(first_by_rail_.begin(), first_by_rail_.end(), first_by_rail_.begin());
-    std::vector<int> next(first_by_rail_.begin(), first_by_rail_.end() - 1);
-    by_rail_.resize(G);
-    all_.resize(G);
-    for (int g = 0; g < G; ++g) {
-      by_rail_[next[rail_[g]]++] = g;
-      all_[g] = g;
+  // Sources by place (rail or node), ascending inside each.
+  struct Places {
+    Places(const int32_t* rank_to_place, int num_ranks)
+        : place(rank_to_place, rank_to_place + num_ranks), ranks(num_ranks) {
+      if (num_ranks == 0) return;
+      first.assign(2 + *std::max_element(place.begin(), place.end()), 0);
+      for (const int32_t one : place) ++first[one + 1];
+      std::partial_sum(first.begin(), first.end(), first.begin());
+      std::vector<int> next(first.begin(), first.end() - 1);
+      for (int g = 0; g < num_ranks; ++g) ranks[next[place[g]]++] = g;
+    }
+
+    std::vector<int32_t> place;     // [G]
+    std::vector<int> first, ranks;  // place -> its ranks
+  };
+
+  bool on_several_nodes(int expert) const {
+    if (node_.place.empty()) return false;
+    for (int i = 1; i < num_copies(expert); ++i)
+      if (node_.place[rank_of(expert, i)] != node_.place[rank_of(expert, 0)]) return true;
+    return false;
+  }
+
+  // Deals the rows of each copy to the sources in the place of the copy.
+  void deal_near(int expert, const Places& places) {
+    for (int i = 0; i < num_copies(expert); ++i) {
+      const int at = places.place[rank_of(expert, i)];
+      deal(i, &places.ranks[places.first[at]], places.first[at + 1] - places.first[at]);
     }
   }
 
@@ -133,21 +151,21 @@ class Splitter {
 
   const SplitShape& shape_;
   const SplitUse& use_;
-  const int32_t* rail_;
+  const Places rail_, node_;
   std::vector<int> first_slot_, slots_;                // expert -> its slots
-  std::vector<int> first_by_rail_, by_rail_, all_;     // rail -> its sources
+  std::vector<int> all_;                               // every rank
   std::vector<int64_t> count_, room_, dealt_, share_;  // rows left at sources and slots
   std::vector<Remainder> remainders_;
 };
 
 }  // namespace
 
-void split_use(const SplitShape& shape, const SplitUse& use, const int32_t* rank_to_rail,
+void split_use(const SplitShape& shape, const SplitUse& use, const SplitRanks& ranks,
                int32_t* quota) {
   const int G = shape.num_ranks;
   const int64_t num_slots = int64_t(G) * shape.slots_per_rank;
   std::fill(quota, quota + G * num_slots, 0);
-  Splitter splitter(shape, use, rank_to_rail);
+  Splitter splitter(shape, use, ranks);
   for (int e = 0; e < shape.num_experts; ++e) {
     const std::vector<int64_t>& dealt = splitter.split(e);
     for (int i = 0; i < splitter.num_copies(e); ++i)
@@ -157,38 +175,53 @@ void split_use(const SplitShape& shape, const SplitUse& use, const int32_t* rank
 }
 
 std::vector<SplitEntry> split_copied(const SplitShape& shape, const SplitUse& use,
-                                     const int32_t* rank_to_rail) {
+                                     const SplitRanks& ranks) {
   const int G = shape.num_ranks;
-  Splitter splitter(shape, use, rank_to_rail);
-  std::vector<SplitEntry> entries;
-  for (int e = 0; e < shape.num_experts; ++e) {
-    if (splitter.num_copies(e) < 2) continue;
-    const std::vector<int64_t>& dealt = splitter.split(e);
-    for (int i = 0; i < splitter.num_copies(e); ++i)
-      for (int g = 0; g < G; ++g)
-        if (const int64_t rows = dealt[size_t(i) * G + g]; rows > 0)
-          entries.push_back({g, splitter.slot(e, i), int32_t(rows)});
+  Splitter splitter(shape, use, ranks);
+  std::vector<int> copied;  // slots of experts with copies, ascending
+  const int num_slots = G * shape.slots_per_rank;
+  std::vector<int> place(num_slots, -1);  // slot -> its number among them
+  for (int slot = 0; slot < num_slots; ++slot) {
+    const int32_t expert = use.slot_expert[slot];
+    if (expert < 0 || splitter.num_copies(expert) < 2) continue;
+    place[slot] = int(copied.size());
+    copied.push_back(slot);
   }
-  std::sort(entries.begin(), entries.end(), [](const SplitEntry& a, const SplitEntry& b) {
-    return a.source != b.source ? a.source < b.source : a.slot < b.slot;
-  });
+  std::vector<int32_t> rows(copied.size() * G);
+  std::vector<size_t> next(G + 1, 0);  // source -> its next entry
+  for (int e = 0; e < shape.num_experts; ++e) {
+    const int copies = splitter.num_copies(e);
+    if (copies < 2) continue;
+    const std::vector<int64_t>& dealt = splitter.split(e);
+    for (int i = 0; i < copies; ++i) {
+      int32_t* out = &rows[size_t(place[splitter.slot(e, i)]) * G];
+      for (int g = 0; g < G; ++g) {
+        out[g] = int32_t(dealt[size_t(i) * G + g]);
+        next[g + 1] += out[g] > 0;
+      }
+    }
+  }
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<SplitEntry> entries(next[G]);
+  for (size_t i = 0; i < copied.size(); ++i)
+    for (int g = 0; g < G; ++g)
+      if (rows[i * G + g] > 0) entries[next[g]++] = {g, copied[i], rows[i * G + g]};
   return entries;
 }
 
-Traffic count_traffic(const SplitShape& shape, const SplitUse& use, const int32_t* rank_to_node,
-                      const int32_t* rank_to_rail) {
+Traffic count_traffic(const SplitShape& shape, const SplitUse& use, const SplitRanks& ranks) {
   const int G = shape.num_ranks, E = shape.num_experts;
   Traffic sum;
   const auto add = [&](int source, int rank, int64_t rows) {
     if (source == rank) {
       sum.local += rows;
-    } else if (rank_to_node[source] == rank_to_node[rank]) {
+    } else if (ranks.node[source] == ranks.node[rank]) {
       sum.nvlink += rows;
     } else {
       sum.rdma += rows;
     }
   };
-  Splitter splitter(shape, use, rank_to_rail);
+  Splitter splitter(shape, use, ranks);
   for (int e = 0; e < E; ++e) {
     const int copies = splitter.num_copies(e);
     if (copies == 1) {

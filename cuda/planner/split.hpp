@@ -20,6 +20,12 @@ struct SplitUse {
   const int64_t* slot_rows;    // [G*n], rows executed in each slot
 };
 
+// Where the ranks are. Arrays belong to the caller.
+struct SplitRanks {
+  const int32_t* rail;  // [G]
+  const int32_t* node;  // [G]; null when no expert has copies on several nodes
+};
+
 // One entry of the quota list: only experts with a copy, only positive rows.
 struct SplitEntry {
   int32_t source;
@@ -36,16 +42,15 @@ struct Traffic {
 
 // Throws std::invalid_argument when the slots of an expert do not execute exactly its rows.
 //
-// rank_to_rail: [G]. quota: [G][G*n], every entry is written.
-void split_use(const SplitShape& shape, const SplitUse& use, const int32_t* rank_to_rail,
+// quota: [G][G*n], every entry is written.
+void split_use(const SplitShape& shape, const SplitUse& use, const SplitRanks& ranks,
                int32_t* quota);
 
 // Entries ordered by (source, slot).
 std::vector<SplitEntry> split_copied(const SplitShape& shape, const SplitUse& use,
-                                     const int32_t* rank_to_rail);
+                                     const SplitRanks& ranks);
 
-// rank_to_node, rank_to_rail: [G].
-Traffic count_traffic(const SplitShape& shape, const SplitUse& use, const int32_t* rank_to_node,
-                      const int32_t* rank_to_rail);
+// ranks.node: not null.
+Traffic count_traffic(const SplitShape& shape, const SplitUse& use, const SplitRanks& ranks);
 
 }  // namespace relibra

@@ -2,6 +2,14 @@
 
 from relibra.balanced_moe import MoEHandle as MoEHandle
 from relibra.balanced_moe import balanced_moe as balanced_moe
+from relibra.compose import compose as compose
+from relibra.composed import composed_loads as composed_loads
+from relibra.composed import composed_rows as composed_rows
+from relibra.composed import expert_nodes as expert_nodes
+from relibra.composition import Budgets as Budgets
+from relibra.composition import Composition as Composition
+from relibra.composition import Sample as Sample
+from relibra.composition import Samples as Samples
 from relibra.formats import load_routing as load_routing
 from relibra.layout import ExpertLayout as ExpertLayout
 from relibra.load_matrix import LoadMatrix as LoadMatrix

@@ -258,6 +258,11 @@ class Attachment:
                 f"plan: need MoE layers {list(self.moe_layers)} as attached, got "
                 f"{list(plan.shape.moe_layers)}"
             )
+        if plan.static_slot_expert_LGX.shape[2] > 0:
+            raise PlanError(
+                f"plan: need a plan without static slots, which the runtime does not synchronise, "
+                f"got {plan.static_slot_expert_LGX.shape[2]} a rank; plan with static_copies=0"
+            )
         if plan.topology != runtime.topology:
             raise PlanError(f"plan: need topology {runtime.topology}, got {plan.topology}")
         self.check_layouts(plan.layouts)

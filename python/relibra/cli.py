@@ -6,12 +6,15 @@ import argparse
 import importlib.metadata
 import os
 import sys
+import traceback
 from typing import TYPE_CHECKING
 
-from relibra import cli_check, cli_plan, doctor
+from relibra import cli_check, cli_plan, cli_simulate, doctor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_EXPECTED = (OSError, TypeError, ValueError, RuntimeError)
 
 _DESCRIPTION = """\
 Balanced MoE training in reinforcement learning: routing recorded by the rollout is known before the
@@ -21,10 +24,12 @@ _EPILOG = """\
 examples:
   relibra demo --quick
   relibra plan trace.npz --nodes 2 --ranks-per-node 8 --micro-batch-sequences 8
+  relibra simulate trace.npz --ep 8,16,32
   relibra check reply.json --num-layers 6 --moe-layers 1-5 --top-k 4 --num-experts 16
   relibra doctor
 
 exit codes: 0 done, 1 problems found, 2 bad usage or a file that cannot be used
+relibra --debug COMMAND ... also shows where in the code an error came from.
 """
 
 
@@ -37,12 +42,13 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = importlib.metadata.version("relibra-kernels")
+    parser.add_argument("--debug", action="store_true", help="show where an error came from")
     parser.add_argument("--version", action="version", version=f"relibra {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     from relibra.demo import cli as demo  # only here: `import relibra.cli` stays light
 
     demo.add_parser(commands).set_defaults(run=demo.run)
-    for command in (cli_plan, cli_check, doctor):
+    for command in (cli_plan, cli_simulate, cli_check, doctor):
         command.add_parser(commands)
     return parser
 
@@ -66,15 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except MemoryError as error:
-        what = str(error) or "not enough memory"
-        print(f"relibra {args.command}: error: sizes too large for memory: {what}", file=sys.stderr)
-        return 2
-    except (OSError, TypeError, ValueError, RuntimeError) as error:
-        print(f"relibra {args.command}: error: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:  # a damaged file can make a reader fail in any way
-        name = type(error).__name__
-        print(f"relibra {args.command}: error: {name}: {error}", file=sys.stderr)
+    # Whatever a file or a number has broken, the caller gets one line and code 2.
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        print(
+            f"relibra {args.command}: error: {_in_one_line(args.command, error)}", file=sys.stderr
+        )
         return 2
     return code
+
+
+def _in_one_line(command: str, error: Exception) -> str:
+    """The message of an error; with its class where the message was not written for users."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        text = f"need more memory than there is{': ' * bool(text)}{text}"
+    elif isinstance(error, RecursionError) or not isinstance(error, _EXPECTED):
+        text = f"{type(error).__name__}{': ' * bool(text)}{text}"
+    else:
+        return text
+    return f"{text} (`relibra --debug {command} ...` shows where)"

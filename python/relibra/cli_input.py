@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from relibra.array_files import clip
 from relibra.dealing import deal_loads
 from relibra.formats.npz import list_npz, read_npz
 from relibra.formats.trace_file import open_trace
+from relibra.limits import MAX_LAYERS
 from relibra.load_matrix import LoadMatrix
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 # Width of output that goes to a file or a pipe, and the least that shows every table whole.
 _PIPE_COLUMNS, _LEAST_COLUMNS = 120, 104
+# A layer, or the first and the last of some; never more digits than any number needs.
+_LAYERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ def whole_number(minimum: int) -> Any:
         except ValueError:
             value = minimum - 1
         if value < minimum:
-            raise argparse.ArgumentTypeError(f"need an integer of at least {minimum}, got {text!r}")
+            got = clip(repr(text))
+            raise argparse.ArgumentTypeError(f"need an integer of at least {minimum}, got {got}")
         return value
 
     return parse
@@ -145,14 +151,21 @@ def layer_numbers(text: str) -> tuple[int, ...]:
         (0, 2, 4, 5, 6)
     """
     layers: list[int] = []
-    try:
-        for piece in text.split(","):
-            first, _, last = piece.partition("-")
-            layers += range(int(first), int(last or first) + 1)
-    except ValueError:
-        layers = []
+    for piece in text.split(","):
+        found = _LAYERS.fullmatch(piece.strip())
+        if found is None:
+            layers = []
+            break
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last >= MAX_LAYERS:
+            raise argparse.ArgumentTypeError(f"need numbers below {MAX_LAYERS}, got {last}")
+        layers += range(first, last + 1)
+        if first > last or len(layers) > MAX_LAYERS:
+            layers = []
+            break
     if not layers or layers != sorted(set(layers)):
-        raise argparse.ArgumentTypeError(f"need rising numbers such as 1-5 or 0,2,4, got {text!r}")
+        got = clip(repr(text))
+        raise argparse.ArgumentTypeError(f"need rising numbers such as 1-5 or 0,2,4, got {got}")
     return tuple(layers)
 
 

@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     saved = _name_to_save(args, names)
     if (args.hidden_size is None) != (args.expert_size is None):
         raise ValueError("--hidden-size, --expert-size: need both or neither, got one")
+    _keep_input(args)
     topology = Topology(args.nodes, args.ranks_per_node)
     file = read_loads(
         args.trace,
@@ -157,6 +158,13 @@ def _name_to_save(args: argparse.Namespace, names: list[str]) -> str | None:
     if "relibra" not in names:
         raise ValueError(f"--out: need relibra or a single strategy, got {', '.join(names)}")
     return "relibra"
+
+
+def _keep_input(args: argparse.Namespace) -> None:
+    """Refuses to write the plan over the file it is made from, by whatever name."""
+    both = args.out is not None and args.out.exists() and args.trace.exists()
+    if both and args.out.samefile(args.trace):
+        raise ValueError(f"--out: need another file than TRACE, got {args.out}")
 
 
 def _progress() -> Progress:

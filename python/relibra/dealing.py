@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from relibra.dispatch_rows import DispatchRows
+from relibra.limits import MAX_RANKS, check_count_bytes
 from relibra.load_matrix import LoadMatrix
 from relibra_kernels.checks import check_int
 from relibra_kernels.errors import TraceError
 
 if TYPE_CHECKING:
     from relibra.trace import RoutingTrace
+
+# Of a micro-batch: products with ranks stay far below 2^63.
+_MOST_SEQUENCES = 1 << 31
 
 
 def deal_rows(
@@ -49,8 +53,10 @@ def deal_rows(
         >>> [[rows.ids.ravel().tolist() for rows in ranks] for ranks in dealt]
         [[[0, 1], [2]], [[3], [4]]]
     """
-    check_int("num_ranks", num_ranks, minimum=1)
-    per = check_int("sequences_per_micro_batch", sequences_per_micro_batch, minimum=1)
+    check_int("num_ranks", num_ranks, minimum=1, maximum=MAX_RANKS)
+    per = check_int(
+        "sequences_per_micro_batch", sequences_per_micro_batch, minimum=1, maximum=_MOST_SEQUENCES
+    )
     if num_ranks % per and per % num_ranks:
         raise ValueError(
             f"sequences_per_micro_batch: need a multiple or a divisor of {num_ranks} ranks, "
@@ -96,5 +102,6 @@ def deal_loads(trace: RoutingTrace, num_ranks: int, sequences_per_micro_batch: i
         TypeError, ValueError, TraceError: as `deal_rows`.
     """
     dealt = deal_rows(trace, num_ranks, sequences_per_micro_batch)
+    check_count_bytes(len(dealt), trace.num_layers, num_ranks, trace.num_experts)
     by_rank = zip(*dealt, strict=True)
     return LoadMatrix.stack([LoadMatrix.from_rows(rows) for rows in by_rank])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relibra.id_arrays import IdArray, as_ids, check_id_range, read_only
+from relibra.limits import MAX_EXPERTS, layer_tuple
 from relibra_kernels.checks import check_int, check_int_array
 from relibra_kernels.errors import TraceError
 
@@ -32,11 +33,12 @@ class DispatchRows:
             `KIND_PADDING`; None is all routed.
         source_row: int64 `[rows]`, row of the trace, -1 where there is none (padding, last tokens);
             None is 0, 1, 2, ...
-        num_experts: E.
+        num_experts: E, at most 65,536.
         moe_layers: decoder layer number of each place on the L axis, for messages; None is 0..L-1.
 
     Raises:
         TypeError: ids that are no integers.
+        ValueError: a layer number or E out of range.
         TraceError: shapes that do not fit, an unknown kind, or a routed or padding row with an id
             outside 0..E-1.
 
@@ -59,12 +61,12 @@ class DispatchRows:
     def __post_init__(self) -> None:
         """Checks everything; the ids are not copied."""
         ids = as_ids("ids", self.ids)
-        num_experts = check_int("num_experts", self.num_experts, minimum=1)
+        num_experts = check_int("num_experts", self.num_experts, minimum=1, maximum=MAX_EXPERTS)
         kind: object = self.kind
         source: object = self.source_row
-        layers: object = self.moe_layers
-        layers = range(ids.shape[1]) if layers is None else self.moe_layers
-        layers = tuple(check_int("moe_layers", one, minimum=0) for one in layers)
+        layers: Any = self.moe_layers
+        layers = range(ids.shape[1]) if layers is None else layers
+        layers = layer_tuple("moe_layers", layers)
         if len(layers) != ids.shape[1]:
             raise TraceError(
                 f"moe_layers: need {ids.shape[1]} layer numbers like the ids' layer axis, "

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from relibra.limits import MAX_LAYERS
 from relibra_kernels.checks import check_int_array, describe
 from relibra_kernels.errors import TraceError
 
@@ -37,7 +38,8 @@ def as_ids(name: str, value: object) -> IdArray:
 
     Raises:
         TypeError: the elements are no integers.
-        TraceError: code `layer_axis`, another number of dimensions, or L or K is 0.
+        TraceError: code `layer_axis`, another number of dimensions, or L is not 1..4,096 or
+            K 0.
 
     Example:
         >>> as_ids("ids", [[[0, 1]]]).shape
@@ -55,6 +57,10 @@ def as_ids(name: str, value: object) -> IdArray:
         raise TypeError(f"{name}: need integers, got {describe(array)}")
     if array.ndim != 3 or 0 in array.shape[1:]:
         raise TraceError(f"{name}: need [rows, L, K], got {describe(array)}", code="layer_axis")
+    if array.shape[1] > MAX_LAYERS:
+        raise TraceError(
+            f"{name}: need at most {MAX_LAYERS} layers, got {describe(array)}", code="layer_axis"
+        )
     return array
 
 

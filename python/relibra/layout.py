@@ -167,3 +167,26 @@ def frozen_ints(
         array = array.copy()
         array.flags.writeable = False
     return array
+
+
+def frozen_static(value: object, size: tuple[int, ...], letters: str) -> Int32Array:
+    """A read-only table of static slots; None is a table without slots.
+
+    Args:
+        value: int32 `[*size, X]`, expert of each static slot, -1 free; or None.
+        size: sizes before X of the table that None stands for.
+        letters: of the axes, for messages.
+
+    Raises:
+        TypeError, PlanError: as `frozen_ints`.
+
+    Example:
+        >>> frozen_static(None, (3, 2), "LGX").shape
+        (3, 2, 0)
+    """
+    if value is None:
+        value = np.zeros((*size, 0), np.int32)
+    name = f"static_slot_expert_{letters}"
+    shape = (None,) * (len(size) + 1)
+    static: Int32Array = frozen_ints(name, value, np.int32, shape=shape, minimum=-1)
+    return static

@@ -6,13 +6,14 @@ Every rank counts its own `DispatchRows`; one small gather (M * L * E int32 a ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from relibra.limits import MAX_EXPERTS, MAX_LAYERS, MAX_RANKS, check_count_bytes
 from relibra_kernels.checks import check_int, check_int_array
 from relibra_kernels.errors import PlanError
 
@@ -26,6 +27,7 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 # Elements counted at a time: bounds the int64 copy that bincount needs.
 _CHUNK_ELEMENTS = 1 << 20
+_MOST = {"micro-batch": 1 << 31, "layer": MAX_LAYERS, "rank": MAX_RANKS, "expert": MAX_EXPERTS}
 # Default of fields that are never None after construction.
 _FILLED_IN: Any = None
 
@@ -39,8 +41,8 @@ class LoadMatrix:
     and counted apart. The arrays are read-only views of what was passed in.
 
     Args:
-        rows_MLGE: `[M, L, G, E]`, rows that source rank g sends to expert e; any integers that fit
-            int32, 0..2^31 - 1.
+        rows_MLGE: `[M, L, G, E]`, rows that source rank g sends to expert e; integers 0..2^31 - 1.
+            No axis is empty; at most 4,096 layers, 2^20 ranks and 65,536 experts.
         optimizer_step_M: `[M]`, optimizer step of each micro-batch, not decreasing; None is 0.
         padding_MLGE: `[M, L, G, E]`, the part of `rows_MLGE` that is padding; None is no padding.
         num_unknown_ML: `[M, L]`, tokens of all source ranks whose K choices follow the live router;
@@ -69,11 +71,11 @@ class LoadMatrix:
     def __post_init__(self) -> None:
         """Converts to int32 where no value changes, and checks everything."""
         rows = _counts("rows_MLGE", self.rows_MLGE, (None, None, None, None))
-        num_micro_batches, num_layers, num_ranks, num_experts = rows.shape
-        if min(num_layers, num_ranks, num_experts) < 1:
-            raise PlanError(
-                f"rows_MLGE: need at least one layer, rank and expert, got shape {list(rows.shape)}"
-            )
+        num_micro_batches, num_layers, num_ranks, _ = rows.shape
+        for (what, most), size in zip(_MOST.items(), rows.shape, strict=True):
+            if not 1 <= size <= most:
+                need = f"at most {most} {what}s" if size else f"at least one {what}"
+                raise PlanError(f"rows_MLGE: need {need}, got shape {list(rows.shape)}")
         steps: object = self.optimizer_step_M
         if steps is None:
             steps = np.zeros(num_micro_batches, np.int32)
@@ -139,6 +141,27 @@ class LoadMatrix:
         padding: Int64Array = self.padding_MLGE.sum(axis=2, dtype=np.int64)
         return self.totals_MLE - padding
 
+    def only_layers(self, first: int, last: int) -> LoadMatrix:
+        """The counts of some MoE layers, a view.
+
+        Args:
+            first: index of the first layer.
+            last: index behind the last layer.
+
+        Returns:
+            `[M, last - first, G, E]`.
+
+        Raises:
+            PlanError: no layer is left.
+        """
+        padding = None if self.padding_MLGE is None else self.padding_MLGE[:, first:last]
+        return replace(
+            self,
+            rows_MLGE=self.rows_MLGE[:, first:last],
+            padding_MLGE=padding,
+            num_unknown_ML=self.num_unknown_ML[:, first:last],
+        )
+
     def slack_ML(self, top_k: int) -> Int64Array:
         """Rows that the live router may add, on any expert.
 
@@ -185,7 +208,7 @@ class LoadMatrix:
             exact; unknown rows only count in `num_unknown_ML`.
 
         Raises:
-            PlanError: no micro-batch, or micro-batches of different layers, K or E.
+            PlanError: no micro-batch, different layers, K or E, or counts above 16 GiB.
 
         Example:
             >>> from relibra.trace import DispatchRows
@@ -206,6 +229,7 @@ class LoadMatrix:
                     f"rows[{micro_batch}]: need (layers, K, experts) = {sizes} like rows[0], "
                     f"got {got}"
                 )
+        check_count_bytes(len(rows), first.num_layers, 1, first.num_experts)
         routed = np.stack([_count_ids(each, each.KIND_ROUTED) for each in rows])
         padding = np.stack([_count_ids(each, each.KIND_PADDING) for each in rows])
         unknown = [int((each.kind == each.KIND_UNKNOWN).sum()) for each in rows]

@@ -1,7 +1,7 @@
 """The plan of a training batch: layouts, replicas and row quotas. Pure data on NumPy arrays.
 
-Letters: M micro-batches, L MoE layers, G ranks, E experts, H home slots a rank, S replica slots a
-rank, n = H + S slots a rank. Slot id = rank * n + j: home slots first, then replica slots.
+Letters: M micro-batches, L MoE layers, G ranks, E experts; H home, X static and S replica slots a
+rank, n = H + X + S. Slot id = rank * n + j: home slots first, then static, then replica slots.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from relibra import plan_check, plan_file
-from relibra.layout import ExpertLayout, Int32Array, Int64Array, frozen_ints
+from relibra.layout import ExpertLayout, Int32Array, frozen_static
+from relibra.pass_plan import PassPlan, ReplicaPlan, ReportSlots
 from relibra.placement_maps import PlacementMaps
 from relibra.plan_config import PlannerConfig
-from relibra.plan_report import PlanReport, build_report
+from relibra.plan_report import FROM_LOADS, PlanReport, build_report
 from relibra.source_split import split_rows
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from relibra.load_matrix import LoadMatrix
     from relibra.shape import ModelShape
@@ -40,119 +43,6 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class PassPlan:
-    """Replicas and rows of one pass.
-
-    Args:
-        replica_slot_expert_MLGS: int32 `[M, L, G, S]`, expert copied into each replica slot, -1
-            free.
-        slot_rows_MLGn: int64 `[M, L, G, n]`, rows executed in each slot.
-
-    Raises:
-        PlanError: shapes that do not fit, or values out of range.
-
-    Example:
-        >>> one = PassPlan([[[[1], [-1]]]], [[[[3, 2], [2, 0]]]])
-        >>> one.num_micro_batches, one.replica_slots
-        (1, 1)
-    """
-
-    replica_slot_expert_MLGS: Int32Array
-    slot_rows_MLGn: Int64Array
-
-    def __post_init__(self) -> None:
-        """Takes read-only arrays and checks their shapes."""
-        replicas = frozen_ints(
-            "replica_slot_expert_MLGS",
-            self.replica_slot_expert_MLGS,
-            np.int32,
-            shape=(None, None, None, None),
-            minimum=-1,
-        )
-        rows = frozen_ints(
-            "slot_rows_MLGn",
-            self.slot_rows_MLGn,
-            np.int64,
-            shape=(*replicas.shape[:3], None),
-            minimum=0,
-        )
-        if rows.shape[3] <= replicas.shape[3]:
-            raise PlanError(
-                f"slot_rows_MLGn: need more than the {replicas.shape[3]} replica slots a rank, "
-                f"got {rows.shape[3]} slots"
-            )
-        object.__setattr__(self, "replica_slot_expert_MLGS", replicas)
-        object.__setattr__(self, "slot_rows_MLGn", rows)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """M."""
-        return int(self.slot_rows_MLGn.shape[0])
-
-    @property
-    def replica_slots(self) -> int:
-        """S."""
-        return int(self.replica_slot_expert_MLGS.shape[3])
-
-
-@dataclass(frozen=True, eq=False)
-class ReplicaPlan:
-    """View of a plan for one (pass, micro-batch, layer).
-
-    Args:
-        layout: home slots of the layer.
-        replica_slot_expert_GS: int32 `[G, S]`, -1 free.
-        slot_rows_Gn: int64 `[G, n]`.
-
-    Example:
-        >>> view = ReplicaPlan(ExpertLayout([[0], [1]]), [[1], [-1]], [[3, 2], [2, 0]])
-        >>> view.slot_expert_Gn.tolist(), view.num_replicas, view.rank_rows_G.tolist()
-        ([[0, 1], [1, -1]], 1, [5, 2])
-    """
-
-    layout: ExpertLayout
-    replica_slot_expert_GS: Int32Array
-    slot_rows_Gn: Int64Array
-
-    def __post_init__(self) -> None:
-        """Makes the arrays read-only."""
-        ranks = self.layout.num_ranks
-        replicas = frozen_ints(
-            "replica_slot_expert_GS",
-            self.replica_slot_expert_GS,
-            np.int32,
-            shape=(ranks, None),
-            minimum=-1,
-        )
-        slots = self.layout.slots_per_rank + replicas.shape[1]
-        rows = frozen_ints(
-            "slot_rows_Gn", self.slot_rows_Gn, np.int64, shape=(ranks, slots), minimum=0
-        )
-        object.__setattr__(self, "replica_slot_expert_GS", replicas)
-        object.__setattr__(self, "slot_rows_Gn", rows)
-
-    @cached_property
-    def slot_expert_Gn(self) -> Int32Array:
-        """int32 `[G, n]`, expert of each slot, -1 = none."""
-        experts = np.concatenate(
-            [self.layout.home_slot_expert_GH, self.replica_slot_expert_GS], axis=1
-        )
-        experts.flags.writeable = False
-        return experts
-
-    @property
-    def num_replicas(self) -> int:
-        """Replica slots in use."""
-        return int((self.replica_slot_expert_GS >= 0).sum())
-
-    @property
-    def rank_rows_G(self) -> Int64Array:
-        """int64 `[G]`, rows of each rank."""
-        rows: Int64Array = self.slot_rows_Gn.sum(1)
-        return rows
-
-
-@dataclass(frozen=True, eq=False)
 class StepPlan:
     """A checked plan of one rollout batch: one layout a layer, replicas and rows a pass.
 
@@ -164,7 +54,7 @@ class StepPlan:
         topology: nodes and rails of the G ranks.
         shape: of the model; `shape.num_layers` is L.
         layouts: one a layer, valid for all passes.
-        passes: `PassPlan` by pass name.
+        passes: `PassPlan` by pass name: at most 64 letters, digits and `_.+-`.
         loads: gathered `LoadMatrix` by pass name; empty only for a plan read from a file without
             them, which can be looked at but not split by source.
         base_layouts: layouts that the batch starts from; experts move from these to `layouts`.
@@ -173,8 +63,12 @@ class StepPlan:
         config: settings of the planner.
         is_executable: False for strategies that are for reports only.
         planner_ms: time that planning took.
-        stored_report: report of a plan file; by default the report is computed.
+        stored_report: report of a plan file, from which `stored_figures` are taken.
         stored_rows_sha256: digest of the loads of each pass, for a plan without `loads`.
+        static_slot_expert_LGX: int32 `[L, G, X]`, static copies of all passes, -1 free; None is
+            X = 0. They hold the home's weights of the current optimizer step, see
+            `static_refresh_M`, and may lie on any node.
+        report_slots: slots by pass, where a strategy for reports knows them.
 
     Raises:
         PlanError: a rule is broken; names the pass, micro-batch, layer and rank.
@@ -205,13 +99,18 @@ class StepPlan:
     planner_ms: float = 0.0
     stored_report: PlanReport | None = None
     stored_rows_sha256: Mapping[str, str] = field(default_factory=dict)
+    static_slot_expert_LGX: Int32Array = None  # type: ignore[assignment]  # set below
+    report_slots: Mapping[str, ReportSlots] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Fixes the containers and checks every rule."""
         object.__setattr__(self, "layouts", tuple(self.layouts))
         object.__setattr__(self, "base_layouts", tuple(self.base_layouts) or self.layouts)
-        for name in ("passes", "loads", "stored_rows_sha256"):
+        for name in ("passes", "loads", "stored_rows_sha256", "report_slots"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        size = (len(self.layouts), self.topology.num_ranks)
+        static = frozen_static(self.static_slot_expert_LGX, size, "LGX")
+        object.__setattr__(self, "static_slot_expert_LGX", static)
         self.validate()
 
     @classmethod
@@ -224,10 +123,14 @@ class StepPlan:
         loads: Mapping[str, LoadMatrix],
         *,
         base_layouts: Sequence[ExpertLayout] | None = None,
+        static_slot_expert_LGX: Int32Array | None = None,
     ) -> StepPlan:
         """A plan made by hand, checked like any other; arguments as in the class."""
         base = tuple(base_layouts or ())
-        return cls(topology, shape, tuple(layouts), passes, loads, base)
+        static: Any = static_slot_expert_LGX
+        return cls(
+            topology, shape, tuple(layouts), passes, loads, base, static_slot_expert_LGX=static
+        )
 
     def validate(self) -> None:
         """Checks every rule of a plan.
@@ -256,7 +159,7 @@ class StepPlan:
 
     @cached_property
     def slots_per_rank(self) -> int:
-        """Home and replica slots, n = H + S."""
+        """Home, static and replica slots, n = H + X + S."""
         return int(next(iter(self.passes.values())).slot_rows_MLGn.shape[3])
 
     def replica_plan(self, pass_: str, micro_batch: int, layer_index: int) -> ReplicaPlan:
@@ -276,7 +179,30 @@ class StepPlan:
             self.layouts[layer_index],
             plan.replica_slot_expert_MLGS[micro_batch, layer_index],
             plan.slot_rows_MLGn[micro_batch, layer_index],
+            self.static_slot_expert_LGX[layer_index],
         )
+
+    def static_refresh_M(self, pass_: str) -> npt.NDArray[np.bool_]:
+        """Micro-batches of a pass before which every static copy gets its home's weights again.
+
+        They are the first of every optimizer step; gradients of static copies go home after the
+        last micro-batch before the next one. None without static copies.
+
+        Args:
+            pass_: name of the pass.
+
+        Returns:
+            bool `[M]`.
+
+        Raises:
+            PlanError: no such pass; no loads, whose `optimizer_step_M` tells the steps.
+        """
+        plan = self._pass(pass_)
+        if (self.static_slot_expert_LGX < 0).all():
+            return np.zeros(plan.num_micro_batches, np.bool_)
+        steps = self._loads(pass_).optimizer_step_M
+        first: npt.NDArray[np.bool_] = np.diff(steps, prepend=-1) != 0
+        return first
 
     def source_quota(self, pass_: str, micro_batch: int, layer_index: int) -> Int32Array:
         """Rows that each source rank sends to each slot.
@@ -296,18 +222,14 @@ class StepPlan:
         """
         if not self.is_executable:
             raise PlanError(f"strategy: need one that can be executed, got {self.strategy!r}")
-        if pass_ not in self.loads:
-            self._pass(pass_)
-            raise PlanError(
-                f"loads: need those of pass {pass_!r} to split rows by source, got none; read the "
-                "plan with StepPlan.load(path, loads=...)"
-            )
+        loads = self._loads(pass_)
         view = self.replica_plan(pass_, micro_batch, layer_index)
         return split_rows(
-            self.loads[pass_].rows_MLGE[micro_batch, layer_index],
+            loads.rows_MLGE[micro_batch, layer_index],
             view.slot_expert_Gn,
             view.slot_rows_Gn,
             self.topology.rank_to_rail_G,
+            self.topology.rank_to_node_G,
         )
 
     def placement_maps(self, pass_: str, micro_batch: int) -> PlacementMaps:
@@ -323,8 +245,19 @@ class StepPlan:
 
     @cached_property
     def report(self) -> PlanReport:
-        """Balance, replicas, bytes and times of the plan."""
-        return self.stored_report or build_report(self)
+        """Balance, replicas, bytes and times of the plan; see `stored_figures`."""
+        return build_report(self)
+
+    @property
+    def stored_figures(self) -> tuple[str, ...]:
+        """Figures of `report` that are as a plan file says, which `hash` does not cover.
+
+        All others are computed from the arrays. The time of planning is always stored; what only
+        the loads give is stored where the plan was loaded without the loads of every pass.
+        """
+        if self.stored_report is None:
+            return ()
+        return ("planner_ms", *(() if set(self.loads) == set(self.passes) else FROM_LOADS))
 
     @cached_property
     def rows_sha256(self) -> Mapping[str, str]:
@@ -341,7 +274,7 @@ class StepPlan:
         """Writes the plan as `.npz`, format in `relibra.plan_file`.
 
         Args:
-            path: file to write.
+            path: file to write; it appears under its name only when it is complete.
             with_quota: also write the split by source rank.
 
         Raises:
@@ -357,6 +290,9 @@ class StepPlan:
             path: file written by `save`.
             loads: the loads it was made for; without them the plan has no split by source.
 
+        Returns:
+            The plan. Of its report, `stored_figures` are as the file says.
+
         Raises:
             PlanError: no plan file, a broken rule, or loads of another batch.
         """
@@ -366,6 +302,15 @@ class StepPlan:
         if pass_ not in self.passes:
             raise PlanError(f"pass_: need one of {sorted(self.passes)}, got {pass_!r}")
         return self.passes[pass_]
+
+    def _loads(self, pass_: str) -> LoadMatrix:
+        if pass_ not in self.loads:
+            self._pass(pass_)
+            raise PlanError(
+                f"loads: need those of pass {pass_!r} to split rows by source, got none; read the "
+                "plan with StepPlan.load(path, loads=...)"
+            )
+        return self.loads[pass_]
 
     def _check_place(self, plan: PassPlan, micro_batch: int, layer_index: int) -> None:
         for name, value, limit in (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from relibra.pass_plan import check_pass_name
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ _AXES = ("micro-batch", "layer", "rank", "slot")
 def check_plan(plan: StepPlan) -> None:
     """Checks sizes, homes, replicas and conservation of rows.
 
-    Rules: every layer has a layout of E experts over G ranks; a replica sits in the node of its
-    expert's home, not at the home, and at most once on a rank; rows lie only in slots that hold an
-    expert; the slots of an expert execute exactly its rows.
+    Rules: every layer has a layout of E experts over G ranks; a static copy sits on any rank; a
+    replica sits in a node that has the home or a static copy of its expert; no expert is twice on a
+    rank; rows lie only in slots that hold an expert; the slots of an expert execute exactly its
+    rows.
 
     Args:
         plan: a `StepPlan`.
@@ -36,6 +38,7 @@ def check_plan(plan: StepPlan) -> None:
         PlanError: the first rule that is broken, with its place.
     """
     _check_sizes(plan)
+    _check_static(plan)
     for name, one in plan.passes.items():
         totals_MLE = plan.loads[name].totals_MLE if name in plan.loads else None
         if not plan.is_executable:
@@ -49,11 +52,13 @@ def check_plan(plan: StepPlan) -> None:
 def pass_slot_experts(plan: StepPlan, one: PassPlan) -> npt.NDArray[np.int32]:
     """Expert of every slot in every use, int32 `[M, L, G, n]`, -1 = none."""
     home_LGH = np.stack([layout.home_slot_expert_GH for layout in plan.layouts])
-    replicas = one.replica_slot_expert_MLGS
-    shape = (*replicas.shape[:3], home_LGH.shape[2] + replicas.shape[3])
-    experts = np.empty(shape, np.int32)
-    experts[..., : home_LGH.shape[2]] = home_LGH
-    experts[..., home_LGH.shape[2] :] = replicas
+    static_LGX, replicas = plan.static_slot_expert_LGX, one.replica_slot_expert_MLGS
+    first_static = home_LGH.shape[2]
+    first_replica = first_static + static_LGX.shape[2]
+    experts = np.empty((*replicas.shape[:3], first_replica + replicas.shape[3]), np.int32)
+    experts[..., :first_static] = home_LGH
+    experts[..., first_static:first_replica] = static_LGX
+    experts[..., first_replica:] = replicas
     return experts
 
 
@@ -78,10 +83,14 @@ def plan_hash(plan: StepPlan) -> str:
         "rows": dict(sorted(plan.rows_sha256.items())),
         "shapes": {name: one.slot_rows_MLGn.shape for name, one in sorted(plan.passes.items())},
     }
+    static_LGX = plan.static_slot_expert_LGX
+    if static_LGX.shape[2] > 0:
+        head["static_shape"] = static_LGX.shape
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for layouts in (plan.base_layouts, plan.layouts):
         for layout in layouts:
             _feed(digest, layout.home_slot_expert_GH, "<i4")
+    _feed(digest, static_LGX, "<i4")
     for _, one in sorted(plan.passes.items()):
         _feed(digest, one.replica_slot_expert_MLGS, "<i4")
         _feed(digest, one.slot_rows_MLGn, "<i8")
@@ -108,15 +117,26 @@ def _check_sizes(plan: StepPlan) -> None:
                 )
     if not plan.passes:
         raise PlanError("passes: need at least one, got none")
+    for name in (*plan.passes, *plan.loads):
+        check_pass_name("passes" if name in plan.passes else "loads", name)
     home_slots = plan.layouts[0].slots_per_rank
+    static_slots = plan.static_slot_expert_LGX.shape[2]
+    if plan.static_slot_expert_LGX.shape[:2] != (layers, ranks):
+        raise PlanError(
+            f"static_slot_expert_LGX: need [L, G] = {[layers, ranks]}, got "
+            f"{list(plan.static_slot_expert_LGX.shape[:2])}"
+        )
     replica_slots = next(iter(plan.passes.values())).replica_slots
+    slots = home_slots + static_slots + replica_slots
+    with_static = f"{static_slots} static and " if static_slots else ""
     for name, one in plan.passes.items():
-        need_shape = (one.num_micro_batches, layers, ranks, home_slots + replica_slots)
+        need_shape = (one.num_micro_batches, layers, ranks, slots)
         got_shape = one.slot_rows_MLGn.shape
         if got_shape != need_shape or one.replica_slots != replica_slots:
             raise PlanError(
                 f"passes[{name!r}].slot_rows_MLGn: need shape {list(need_shape)} with "
-                f"{replica_slots} replica slots, got {list(got_shape)} with {one.replica_slots}"
+                f"{with_static}{replica_slots} replica slots, got {list(got_shape)} with "
+                f"{one.replica_slots}"
             )
     unknown = sorted(set(plan.loads) - set(plan.passes))
     if unknown:
@@ -141,6 +161,36 @@ def _check_report_only(name: str, one: PassPlan, totals_MLE: npt.NDArray[np.int6
         raise PlanError(f"{where}.slot_rows_MLGn: rows are missing in {_place(missing[0])}")
 
 
+def _check_static(plan: StepPlan) -> None:
+    where, static = "static_slot_expert_LGX", plan.static_slot_expert_LGX
+    places = np.argwhere(static >= 0)
+    if places.size == 0:
+        return
+    experts = static[tuple(places.T)]
+    _check_experts(plan, experts, places, where)
+    home_rank_LE = np.stack([layout.home_rank_E for layout in plan.layouts])
+    at_home = home_rank_LE[places[:, 0], experts] == places[:, 1]
+    _refuse(at_home, places, experts, where, "a static copy at its home rank")
+    ordered = np.sort(static, axis=2)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        at = np.argwhere(twice)[0]
+        raise PlanError(
+            f"{where}: expert {ordered[tuple(at)]} twice on one rank at {_place(at[:2], 1)}"
+        )
+
+
+def _check_experts(
+    plan: StepPlan, experts: npt.NDArray[np.int32], places: npt.NDArray[np.int64], where: str
+) -> None:
+    if experts.max() >= plan.shape.num_experts:
+        wrong = places[np.argmax(experts)]
+        raise PlanError(
+            f"{where}: need experts 0..{plan.shape.num_experts - 1} or -1, got {experts.max()} at "
+            f"{_place(wrong, 4 - places.shape[1])}"
+        )
+
+
 def _check_replicas(plan: StepPlan, name: str, one: PassPlan) -> None:
     where = f"passes[{name!r}].replica_slot_expert_MLGS"
     replicas = one.replica_slot_expert_MLGS
@@ -148,17 +198,22 @@ def _check_replicas(plan: StepPlan, name: str, one: PassPlan) -> None:
     if places.size == 0:
         return
     experts = replicas[tuple(places.T)]
-    if experts.max() >= plan.shape.num_experts:
-        wrong = places[np.argmax(experts)]
-        raise PlanError(
-            f"{where}: need experts 0..{plan.shape.num_experts - 1} or -1, got {experts.max()} at "
-            f"{_place(wrong)}"
-        )
+    _check_experts(plan, experts, places, where)
     home_rank_LE = np.stack([layout.home_rank_E for layout in plan.layouts])
     home = home_rank_LE[places[:, 1], experts]
     node = plan.topology.rank_to_node_G
     _refuse(home == places[:, 2], places, experts, where, "a replica at its home rank")
-    _refuse(node[home] != node[places[:, 2]], places, experts, where, "a replica in another node")
+    away = node[home] != node[places[:, 2]]
+    static_LGX = plan.static_slot_expert_LGX
+    if static_LGX.shape[2] > 0:
+        _, layer, rank, _ = places.T
+        here = (static_LGX[layer, rank] == experts[:, None]).any(1)
+        _refuse(here, places, experts, where, "a replica beside a static copy")
+        layer_S, rank_S, slot_S = np.nonzero(static_LGX >= 0)
+        has_LNE = np.zeros((len(static_LGX), int(node.max()) + 1, plan.shape.num_experts), np.bool_)
+        has_LNE[layer_S, node[rank_S], static_LGX[layer_S, rank_S, slot_S]] = True
+        away &= ~has_LNE[layer, node[rank], experts]
+    _refuse(away, places, experts, where, "a replica in another node")
     ordered = np.sort(replicas, axis=3)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if twice.any():
@@ -176,7 +231,8 @@ def _refuse(
 ) -> None:
     if broken.any():
         first = int(np.argmax(broken))
-        raise PlanError(f"{where}: {rule}: expert {experts[first]} at {_place(places[first])}")
+        at = _place(places[first], 4 - places.shape[1])
+        raise PlanError(f"{where}: {rule}: expert {experts[first]} at {at}")
 
 
 def _check_slot_rows(
@@ -211,5 +267,7 @@ def _check_slot_rows(
         )
 
 
-def _place(indices: npt.NDArray[np.int64]) -> str:
-    return ", ".join(f"{axis} {int(i)}" for axis, i in zip(_AXES, indices, strict=False))
+def _place(indices: npt.NDArray[np.int64], first_axis: int = 0) -> str:
+    """Text of a place whose first index is that of axis `first_axis`."""
+    axes = _AXES[first_axis:]
+    return ", ".join(f"{axis} {int(i)}" for axis, i in zip(axes, indices, strict=False))

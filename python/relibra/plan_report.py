@@ -6,7 +6,8 @@ is max / mean of rows. Instances without rows are left out of every mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy.typing as npt
 
 from relibra.plan_check import pass_slot_experts
 from relibra_kernels import native
+from relibra_kernels.checks import describe
+from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,10 +24,23 @@ if TYPE_CHECKING:
     from relibra.layout import Int64Array
     from relibra.plan import PassPlan, StepPlan
 
+# Figures that only the loads give; a plan file stores them, but no array of it bears them out.
+FROM_LOADS = (
+    "imbalance_routed_mean",
+    "imbalance_routed_p99",
+    "imbalance_routed_max",
+    "local_rows",
+    "nvlink_rows",
+    "rdma_rows",
+    "static_refreshes",
+)
 # Rows of a GEMM tile for which worst_rank_rows_padded is given.
 BLOCK_ROWS = 128
 # Optimizer bytes a parameter that move with an expert: fp32 master weight and two moments.
 OPTIMIZER_BYTES = 12
+
+
+_KINDS = {"str": str, "int": int, "float": float, "None": type(None)}
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class PlanReport:
 
     Args:
         strategy: name of the strategy.
-        cost: unit of every imbalance and gap, `"rows"`.
+        cost: what plans were compared by, `"rows"` or `"time"`; imbalances and gaps are of rows.
         num_instances: instances with rows.
         imbalance_mean: over ranks, (sum of the maxima) / (sum of the means).
         imbalance_p99: over ranks, of single instances.
@@ -64,6 +80,13 @@ class PlanReport:
         migration_bytes: weights, master weights and moments that move; None as for `push_bytes`.
         planner_ms: time that planning took.
         hash: of the plan.
+        static_copies: static slots in use, over all layers.
+        static_refreshes: times that all static copies get their weights, once an optimizer step of
+            each pass; None without loads.
+        static_push_bytes: bytes of weights copied to static slots in one optimizer step of a pass;
+            None as for `push_bytes`.
+        static_return_bytes: bytes of fp32 gradients that go home from static slots in one optimizer
+            step; None as for `push_bytes`.
 
     Example:
         >>> names = [field.name for field in fields(PlanReport)]
@@ -101,6 +124,10 @@ class PlanReport:
     migration_bytes: int | None
     planner_ms: float
     hash: str
+    static_copies: int = 0
+    static_refreshes: int | None = 0
+    static_push_bytes: int | None = 0
+    static_return_bytes: int | None = 0
 
     def as_dict(self) -> dict[str, Any]:
         """All figures as plain values, for JSON and loggers."""
@@ -108,20 +135,35 @@ class PlanReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PlanReport:
-        """The inverse of `as_dict`.
+        """The inverse of `as_dict`, for values of untrusted origin.
 
         Raises:
             TypeError: a figure is missing or unknown.
+            PlanError: a figure of another type, or one that is not finite.
         """
-        return cls(**values)
+        report = cls(**values)
+        for each in fields(cls):
+            value = getattr(report, each.name)
+            kinds = [_KINDS[kind] for kind in str(each.type).split(" | ")]
+            if type(value) not in kinds and not (float in kinds and type(value) is int):
+                raise PlanError(f"report.{each.name}: need {each.type}, got {describe(value)}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise PlanError(f"report.{each.name}: need a finite number, got {value}")
+        return report
 
 
 def build_report(plan: StepPlan) -> PlanReport:
-    """Computes all figures of a plan.
+    """Computes all figures of a plan, except those that it has from its file.
 
     Args:
-        plan: a `StepPlan`.
+        plan: a `StepPlan`; `plan.stored_figures` are taken from `plan.stored_report`.
     """
+    made = _compute(plan)
+    stored = {name: getattr(plan.stored_report, name) for name in plan.stored_figures}
+    return replace(made, **stored)
+
+
+def _compute(plan: StepPlan) -> PlanReport:
     uses = [_PassFigures(plan, name, one) for name, one in plan.passes.items()]
     rank_rows = np.concatenate([use.rank_rows_QG for use in uses])
     routed = np.concatenate([use.routed_rank_rows_QG for use in uses])
@@ -135,6 +177,7 @@ def build_report(plan: StepPlan) -> PlanReport:
     replicas = int(fan_out.sum())
     traffic = _traffic(plan)
     moved, across, moved_bytes = _moves(plan)
+    static = _static(plan)
     return PlanReport(
         plan.strategy,
         plan.config.cost,
@@ -158,7 +201,25 @@ def build_report(plan: StepPlan) -> PlanReport:
         migration_bytes=moved_bytes,
         planner_ms=plan.planner_ms,
         hash=plan.hash,
+        static_copies=static[0],
+        static_refreshes=static[1],
+        static_push_bytes=static[2],
+        static_return_bytes=static[3],
     )
+
+
+def _static(plan: StepPlan) -> tuple[int, int | None, int | None, int | None]:
+    """Static copies, and what keeping them equal to their homes costs."""
+    copies = int((plan.static_slot_expert_LGX >= 0).sum())
+    weight_bytes = plan.shape.expert_bytes
+    gradient_bytes = None if weight_bytes is None else weight_bytes // plan.shape.item_bytes * 4
+    refreshes = None
+    if copies == 0:
+        refreshes = 0
+    elif set(plan.loads) == set(plan.passes):
+        refreshes = sum(int(plan.static_refresh_M(name).sum()) for name in plan.passes)
+    push = _times(copies, weight_bytes) if copies else 0
+    return copies, refreshes, push, _times(copies, gradient_bytes) if copies else 0
 
 
 class _PassFigures:
@@ -226,7 +287,7 @@ def _least_fullest_node(plan: StepPlan, totals: Int64Array) -> npt.NDArray[np.fl
     """Bound on the fullest node, in rows a rank of the node.
 
     Its share of the total, or the largest expert with the smallest company that the largest node
-    can have.
+    can have; with static copies an expert need not stay on one node.
     """
     sizes = plan.topology.node_sizes
     width = max(sizes)
@@ -239,6 +300,8 @@ def _least_fullest_node(plan: StepPlan, totals: Int64Array) -> npt.NDArray[np.fl
         even = -(-totals.sum(1) // len(sizes))
     else:
         even = totals.sum(1) * width / plan.topology.num_ranks
+    if plan.static_slot_expert_LGX.size:
+        crowded = np.zeros_like(crowded)
     bound: npt.NDArray[np.float64] = np.maximum(even, crowded) / width
     return bound
 

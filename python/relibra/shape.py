@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relibra.limits import MAX_EXPERTS, layer_tuple
 from relibra_kernels.errors import PlanError
 
 _ITEM_BYTES = {
@@ -22,9 +23,9 @@ class ModelShape:
     """Sizes of the MoE layers of a model.
 
     Args:
-        num_experts: E.
+        num_experts: E, at most 65,536.
         top_k: K, choices of a token.
-        moe_layers: decoder layer number of each MoE layer, ascending, counted from 0.
+        moe_layers: decoder layer number of each MoE layer, ascending, 0..4095.
         hidden_size: D, None when unknown.
         expert_size: F, None when unknown.
         dtype: of the expert weights, a torch name without the prefix.
@@ -55,14 +56,17 @@ class ModelShape:
                 continue
             if not _is_whole(value) or value < 1:
                 raise PlanError(f"{name}: need an integer >= 1, got {value!r}")
+        if self.num_experts > MAX_EXPERTS:
+            raise PlanError(f"num_experts: need at most {MAX_EXPERTS}, got {self.num_experts}")
         if self.top_k > self.num_experts:
             raise PlanError(f"top_k: need <= num_experts {self.num_experts}, got {self.top_k}")
-        layers = tuple(self.moe_layers)
-        if not all(_is_whole(layer) and layer >= 0 for layer in layers):
-            raise PlanError(f"moe_layers: need integers >= 0, got {layers!r}")
+        try:
+            layers = layer_tuple("moe_layers", self.moe_layers)
+        except (TypeError, ValueError) as error:
+            raise PlanError(str(error)) from None
         if any(second <= first for first, second in zip(layers, layers[1:], strict=False)):
             raise PlanError(f"moe_layers: need ascending layer numbers, got {layers!r}")
-        object.__setattr__(self, "moe_layers", tuple(int(layer) for layer in layers))
+        object.__setattr__(self, "moe_layers", layers)
         if self.dtype not in _ITEM_BYTES:
             raise PlanError(f"dtype: need one of {sorted(_ITEM_BYTES)}, got {self.dtype!r}")
 

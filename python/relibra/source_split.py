@@ -5,6 +5,8 @@ need not store it. For each expert with copies, with c[g] = rows of source g tha
 x[s] = rows of slot s that are left, slots in ascending id:
 
 1. rank-local: source g keeps min(c[g], x[s]) rows for the copy on its own rank;
+   an expert whose copies lie on several nodes (static copies): then, for each slot, min(x[s], sum
+   of c over the sources on the slot's node) rows are dealt to those sources in proportion to c;
 2. same rail: for each slot, min(x[s], sum of c over the sources on the slot's rail) rows are dealt
    to those sources in proportion to c;
 3. the rest: for each slot, x[s] rows are dealt to all sources in proportion to c.
@@ -34,6 +36,7 @@ def split_rows(
     slot_expert_Gn: Int32Array,
     slot_rows_Gn: Int64Array,
     rank_to_rail_G: Int32Array,
+    rank_to_node_G: Int32Array | None = None,
 ) -> Int32Array:
     """Rows that each source rank sends to each slot in one use of a layer (native).
 
@@ -45,6 +48,7 @@ def split_rows(
         slot_rows_Gn: int64 `[G, n]`, rows executed in each slot; those of an expert add up to its
             column of `rows_GE`.
         rank_to_rail_G: int32 `[G]`.
+        rank_to_node_G: int32 `[G]`; may be left out when no expert has copies on several nodes.
 
     Returns:
         int32 `[G, G*n]`.
@@ -57,7 +61,7 @@ def split_rows(
         [[3, 0, 0, 1], [0, 0, 1, 2]]
     """
     quota: Int32Array = native.planner().split_rows(
-        rows_GE, slot_expert_Gn, slot_rows_Gn, rank_to_rail_G
+        rows_GE, slot_expert_Gn, slot_rows_Gn, rank_to_rail_G, rank_to_node_G
     )
     return quota
 
@@ -67,6 +71,7 @@ def split_rows_reference(
     slot_expert_Gn: Int32Array,
     slot_rows_Gn: Int64Array,
     rank_to_rail_G: Int32Array,
+    rank_to_node_G: Int32Array | None = None,
 ) -> Int32Array:
     """Twin of `split_rows` in NumPy; equal exactly."""
     num_ranks, slots_per_rank = slot_expert_Gn.shape
@@ -82,7 +87,10 @@ def split_rows_reference(
         count -= dealt.sum(1)
         room -= dealt.sum(0)
         on_rail = rank_to_rail_G[ranks][:, None] == rank_to_rail_G[None]
-        for allowed in (on_rail, np.ones_like(on_rail)):
+        near = [on_rail, np.ones_like(on_rail)]
+        if rank_to_node_G is not None and len(set(rank_to_node_G[ranks])) > 1:
+            near.insert(0, rank_to_node_G[ranks][:, None] == rank_to_node_G[None])
+        for allowed in near:
             for i in range(len(slots)):
                 weight = np.where(allowed[i], count, 0)
                 share = _deal(min(room[i], weight.sum()), weight)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from relibra.dispatch_rows import DispatchRows
 from relibra.id_arrays import IdArray, as_ids, check_id_range, check_starts, read_only, take_layers
+from relibra.limits import MAX_EXPERTS, layer_tuple
 from relibra.slicing import (
     LAST_TOKEN,
     Layout,
@@ -51,14 +52,15 @@ class RoutingTrace:
         valid: bool `[rows]`, False where a row is unknown and follows the live router, whatever its
             ids hold; None is all valid.
         cu_seqlens: int64 `[samples + 1]`, first row of each sample; None is one sample.
-        moe_layers: decoder layer number of each place on the L axis.
-        num_experts: E.
+        moe_layers: decoder layer number of each place on the L axis, 0..4095.
+        num_experts: E, at most 65,536.
         has_last_row: False where a sample of n tokens has n - 1 rows, as rollouts deliver; True
             where the last token has its row too.
         notes: what the loader decided and a reader should know, one sentence each.
 
     Raises:
         TypeError: ids that are no integers.
+        ValueError: a layer number or E out of range.
         TraceError: shapes that do not fit, or a valid row with an id outside 0..E-1.
 
     Example:
@@ -81,7 +83,7 @@ class RoutingTrace:
     def __post_init__(self) -> None:
         """Checks shapes and ids; converts what is small, never the ids."""
         ids = as_ids("ids", self.ids)
-        layers = tuple(check_int("moe_layers", one, minimum=0) for one in self.moe_layers)
+        layers = layer_tuple("moe_layers", self.moe_layers)
         if ids.shape[1] != len(layers) or list(layers) != sorted(set(layers)):
             raise TraceError(
                 f"moe_layers: need {ids.shape[1]} rising layer numbers like the ids' layer axis, "
@@ -96,7 +98,7 @@ class RoutingTrace:
             )
         starts: object = self.cu_seqlens
         cu_seqlens = check_starts([0, len(ids)] if starts is None else starts, len(ids))
-        num_experts = check_int("num_experts", self.num_experts, minimum=1)
+        num_experts = check_int("num_experts", self.num_experts, minimum=1, maximum=MAX_EXPERTS)
         check_id_range("ids", ids, valid, layers, num_experts, cu_seqlens)
         self._set(
             ids=ids,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tokenize
 
 import pytest
 
@@ -30,6 +31,15 @@ def test_help_has_examples_and_exit_codes(command, capsys):
         ["plan", "t.npz", "--nodes", "0", "--ranks-per-node", "8"],
         ["plan", "t.npz", "--nodes", "x", "--ranks-per-node", "8"],
         ["check", "t.json", "--moe-layers", "5-1"],
+        ["check", "t.json", "--moe-layers", "1-"],
+        ["check", "t.json", "--moe-layers", "-3"],
+        ["check", "t.json", "--moe-layers", "1,"],
+        ["check", "t.json", "--moe-layers", "1_0"],
+        ["check", "t.json", "--moe-layers", "0-99999999999"],
+        ["check", "t.json", "--moe-layers", "4096"],
+        ["check", "t.json", "--moe-layers", ",".join(["0-4095"] * 100)],
+        ["check", "t.json", "--moe-layers", "9" * 5000],
+        ["check", "t.json", "--top-k", "9" * 5000],
         ["check", "t.json", "--format", "vllm"],
         ["doctor", "--fast"],
     ],
@@ -38,7 +48,39 @@ def test_bad_usage_is_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    assert len(lines := capsys.readouterr().err.splitlines()) < 20
+    assert "error:" in lines[-1]
+    assert len(lines[-1]) < 300
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "need more memory than there is (`relibra --debug check ...` shows where)"),
+        (MemoryError("Unable to allocate"), "need more memory than there is: Unable to allocate ("),
+        (tokenize.TokenError("EOF", (2, 0)), "TokenError: ('EOF', (2, 0)) (`relibra --debug"),
+        (RecursionError("too deep"), "RecursionError: too deep (`relibra --debug check"),
+        (OverflowError("too large"), "OverflowError: too large (`relibra --debug check"),
+        (KeyError("x"), "KeyError: 'x' (`relibra --debug check"),
+        (AssertionError(), "AssertionError (`relibra --debug check"),
+        (ValueError("first\nsecond"), "first second\n"),
+        (OSError("gone"), "gone\n"),
+    ],
+)
+def test_any_error_is_one_line_and_2(error, message, capsys, monkeypatch, tmp_path):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("relibra.cli_check._read", fail)
+    (tmp_path / "t.json").write_text("{}")
+    assert main(["check", str(tmp_path / "t.json")]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"relibra check: error: {message}")
+    assert text.count("\n") == 1
+    assert main(["--debug", "check", str(tmp_path / "t.json")]) == 2
+    debug = capsys.readouterr().err
+    assert "Traceback" in debug
+    assert debug.endswith(text)
 
 
 def test_version(capsys):
@@ -68,14 +110,3 @@ def test_importing_relibra_stays_light():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
-
-
-def test_sizes_that_fit_no_memory_are_an_error_line(monkeypatch, capsys):
-    from relibra import cli, cli_plan
-
-    def greedy(args):
-        raise MemoryError("Unable to allocate 128 GiB")
-
-    monkeypatch.setattr(cli_plan, "run", greedy)
-    assert cli.main(["plan", "x.npz", "--nodes", "1", "--ranks-per-node", "2"]) == 2
-    assert "sizes too large for memory: Unable to allocate 128 GiB" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -103,6 +104,22 @@ def test_counts_and_plans(capsys, tmp_path):
     np.savez(plan, **arrays)
     assert run(plan) == 1
     assert capsys.readouterr().out.endswith("plan.npz: refused\n")
+
+
+def test_hostile_files_are_refused(capsys, tmp_path):
+    np.savez(tmp_path / "c.npz", rows_MLGE=np.zeros((0, 1, 2, 2), int))
+    assert run(tmp_path / "c.npz") == 1
+    assert "error: rows_MLGE: need at least one micro-batch" in capsys.readouterr().out
+    text = "(" * 9000
+    head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+    (tmp_path / "t.npy").write_bytes(head)
+    assert run(tmp_path / "t.npy", *MODEL) == 1
+    assert "error: bad_encoding: t.npy: need a .npy array" in capsys.readouterr().out
+    with zipfile.ZipFile(tmp_path / "l.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("rows_MLGE.npy", head)
+        archive.getinfo("rows_MLGE.npy").file_size = 400_000_000_000
+    assert run(tmp_path / "l.npz") == 1
+    assert "error: bad_encoding: l.npz: rows_MLGE.npy: need at most" in capsys.readouterr().out
 
 
 def test_bad_usage_is_2(capsys, tmp_path):

@@ -111,6 +111,16 @@ def test_out_of_a_single_strategy(counts, tmp_path):
     assert StepPlan.load(out).strategy == "none"
 
 
+def test_the_plan_is_not_written_over_its_input(counts, capsys):
+    before = counts.read_bytes()
+    link = counts.with_name("link.npz")
+    link.symlink_to(counts)
+    for out in (counts, counts.parent / "." / ".." / counts.parent.name / counts.name, link):
+        assert run(counts, *NODES, "--strategy", "none", "--out", out) == 2
+        assert "--out: need another file than TRACE" in capsys.readouterr().err
+    assert counts.read_bytes() == before
+
+
 def test_a_trace_of_ours(tmp_path, capsys):
     ids = np.stack([np.arange(60) % 6, np.arange(1, 61) % 6], axis=-1)[:, None]
     trace = RoutingTrace(ids, np.arange(60) != 3, [0, 20, 40, 60], moe_layers=[7], num_experts=8)
@@ -160,6 +170,12 @@ def write(tmp_path, name, content):
         ("counts.npz", ("--strategy", "none,lpt", "--out", "p.npz"), "--out: need relibra"),
         ("trace.npz", ("--micro-batch-sequences", "3"), "need a multiple or a divisor of 4 ranks"),
         ("trace.npz", ("--num-experts", "3"), "need ids in 0..2, got 3"),
+        ("trace.npz", ("--num-experts", "2000000000"), "num_experts: need 1 to 65536, got 2000000"),
+        ("trace.npz", ("--nodes", "100000000"), "need at most 1048576 ranks, got 100000000 x 2"),
+        ("trace.npz", ("--micro-batch-sequences", "9" * 30), "need 1 to 2147483648, got 999"),
+        ("slot_ids.npz", (), "id_range: slot_ids.npz: need ids and K that fit 65536 experts"),
+        ("no_batch.npz", (), "rows_MLGE: need at least one micro-batch, got shape [0, 1, 4, 8]"),
+        ("no_batch.npz", ("--strategy", "eplb_oracle"), "rows_MLGE: need at least one micro-batch"),
     ],
 )
 def test_what_cannot_be_used_is_2_in_one_line(counts, tmp_path, capsys, file, arguments, message):
@@ -172,6 +188,9 @@ def test_what_cannot_be_used_is_2_in_one_line(counts, tmp_path, capsys, file, ar
     np.savez(tmp_path / "flat.npz", rows_MLGE=np.zeros(8, int))
     ids = (np.arange(8) % 4).reshape(8, 1, 1)
     np.savez(tmp_path / "trace.npz", routed_experts=ids, cu_seqlens=[0, 4, 8])
+    slots = ids + 2_000_000_000
+    np.savez(tmp_path / "slot_ids.npz", routed_experts=slots, cu_seqlens=[0, 4, 8])
+    np.savez(tmp_path / "no_batch.npz", rows_MLGE=np.zeros((0, 1, 4, 8), int))
     assert run(tmp_path / file, *NODES, *arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

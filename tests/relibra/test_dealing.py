@@ -8,7 +8,7 @@ import pytest
 from relibra.dealing import deal_loads, deal_rows
 from relibra.formats.trace_file import open_trace
 from relibra.trace import RoutingTrace
-from relibra_kernels.errors import TraceError
+from relibra_kernels.errors import PlanError, TraceError
 
 
 def make_trace(lengths, valid=None):
@@ -76,10 +76,21 @@ def test_samples_without_rows():
     assert loads.rows_MLGE.sum(-1).tolist() == [[[0, 3]] * 2, [[0, 0]] * 2]
 
 
+def test_counts_of_all_ranks_have_a_limit():
+    ids = np.zeros((2, 4096, 1), np.uint8)
+    trace = RoutingTrace(ids, cu_seqlens=[0, 2], moe_layers=range(4096), num_experts=1 << 16)
+    with pytest.raises(PlanError, match=r"counts: need at most .* \[1, 4096, 32, 65536\]"):
+        deal_loads(trace, 32, 1)
+
+
 def test_bad_numbers():
     with pytest.raises(ValueError, match="need a multiple or a divisor of 6 ranks, got 4"):
         deal_rows(make_trace([3]), 6, 4)
-    with pytest.raises(ValueError, match="num_ranks: need at least 1"):
+    with pytest.raises(ValueError, match="num_ranks: need 1 to 1048576, got 0"):
         deal_rows(make_trace([3]), 0, 4)
+    with pytest.raises(ValueError, match="num_ranks: need 1 to 1048576, got 1000000000000"):
+        deal_rows(make_trace([3]), 10**12, 10**12)
+    with pytest.raises(ValueError, match="sequences_per_micro_batch: need 1 to 2147483648, got"):
+        deal_rows(make_trace([3]), 2, 10**30)
     with pytest.raises(TraceError, match="need at least one sequence"):
         deal_rows(make_trace([]), 2, 2)

@@ -1,8 +1,12 @@
 """Files and payloads with random damage are read, or refused with TraceError; nothing else."""
 
+import base64
 import json
 import random
+import struct
+import tracemalloc
 import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -110,3 +114,148 @@ def test_hostile_payloads(payload):
     for options in ({}, {"format": "sglang"}):
         with pytest.raises(TraceError):
             load_routing(payload, **model, **options)
+
+
+MODEL = {"num_layers": 2, "moe_layers": (1,), "top_k": 2, "num_experts": 8}
+
+
+def turn(**info):
+    rows = base64.b64encode((np.arange(16, dtype=np.int32) % 8).tobytes()).decode()
+    counts = {"prompt_tokens": 3, "completion_tokens": 2}
+    return {"meta_info": {**counts, "routed_experts": rows, **info}}
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (
+            [turn(), turn(routed_experts=None, prompt_tokens=10**12)],
+            "turn 1: prompt_tokens: need an integer 0..16777216, got int 1000000000000",
+        ),
+        (
+            [
+                turn(),
+                turn(routed_experts=None),
+                turn(routed_experts_start_len=10**10, prompt_tokens=10**10 + 3),
+            ],
+            "turn 2: prompt_tokens: need an integer 0..16777216",
+        ),
+        (
+            [turn(), turn(routed_experts=None, routed_experts_start_len=10**10)],
+            "turn 1: routed_experts_start_len: need an integer 0..16777216",
+        ),
+    ],
+)
+def test_token_counts_that_nothing_bears_out(turns, message):
+    with pytest.raises(TraceError, match=message):
+        load_routing(turns, **MODEL)
+
+
+def test_holes_take_little_memory(monkeypatch):
+    """The counts are possible, but one row of 4096 layers is followed by 2^20 unknown ones."""
+    wide = {"num_layers": 4096, "moe_layers": range(4096), "top_k": 8, "num_experts": 8}
+    rows = np.arange(8, dtype=np.uint8).reshape(1, 1, 8).repeat(4096, axis=1)
+    info = {
+        "prompt_tokens": 1,
+        "completion_tokens": 1,
+        "routed_experts": base64.b64encode(rows.tobytes()).decode(),
+        "routed_experts_dtype": "uint8",
+    }
+    hole = {**info, "routed_experts": None, "prompt_tokens": 1 << 20}
+    tracemalloc.start()
+    with pytest.raises(TraceError, match="turn_gap: need at most 1073741824 bytes of rows that no"):
+        load_routing([{"meta_info": info}, {"meta_info": hole}], **wide)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    monkeypatch.setattr("relibra.formats.turns.MAX_HOLE_BYTES", 8 * 50)
+    null, far = turn(routed_experts=None), {"routed_experts_start_len": 44, "prompt_tokens": 46}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trace = load_routing([turn(), null, turn(**far)], **MODEL)
+        assert (~trace.valid).sum() == 40
+        # A second hole counts together with the first.
+        further = {"routed_experts_start_len": 60, "prompt_tokens": 62}
+        with pytest.raises(TraceError, match="got 53 unknown rows"):
+            load_routing([turn(), null, turn(**far), null, turn(**further)], **MODEL)
+
+
+@pytest.mark.parametrize(
+    ("existing", "error", "message"),
+    [
+        (3, TypeError, "existing: need a RoutingTrace, got int 3"),
+        (
+            RoutingTrace(np.zeros((1, 1, 3), np.uint8), moe_layers=[1], num_experts=8),
+            TraceError,
+            "top_k: existing: need 2 choices a token, got 3",
+        ),
+    ],
+)
+def test_rows_to_continue_that_do_not_fit(existing, error, message):
+    with pytest.raises(error, match=message):
+        load_routing(turn(routed_experts_start_len=1, prompt_tokens=4), existing=existing, **MODEL)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 9000,
+        "{'descr':'<i4','fortran_order':False,'shape':(True,2,2)}",
+        "{'descr':'<i4','fortran_order':False,'shape':(99999999999999999999999,2,2)}",
+    ],
+)
+def test_headers_that_numpy_fails_on(tmp_path, text):
+    data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + bytes(64)
+    (tmp_path / "t.npy").write_bytes(data)
+    with pytest.raises(TraceError, match=r"bad_encoding: t.npy: need a .npy array of plain numb"):
+        load_routing(tmp_path / "t.npy", **MODEL)
+    with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
+        archive.writestr("routed_experts.npy", data)
+    with pytest.raises(TraceError, match=r"bad_encoding: t.npz: routed_experts.npy: need"):
+        open_trace(tmp_path / "t.npz")
+
+
+def test_ids_that_no_model_has(tmp_path):
+    ids = IDS.astype(np.int32)
+    ids[3, 1, 0] = 2_000_000_000
+    np.savez(tmp_path / "t.npz", routed_experts=ids, cu_seqlens=[0, 12])
+    with pytest.raises(TraceError, match="id_range: .* 65536 experts, got id 2000000000 and K 4"):
+        open_trace(tmp_path / "t.npz")
+    with pytest.raises(ValueError, match="num_experts: need 1 to 65536, got 2000000000"):
+        open_trace(tmp_path / "t.npz", 2_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_experts", str(2**34), "num_experts: need at most 65536, got 17179869184"),
+        ("moe_layers", "[0, 1, 2, 3, 99999999999]", "moe_layers: need 5 rising layer numbers bel"),
+        *((name, "[" * 100_000, f"{name}: need JSON, got") for name in ("moe_layers", "notes")),
+    ],
+)
+def test_metadata_that_no_model_has(tmp_path, name, value, message):
+    write_safetensors(tmp_path / "t.safetensors")
+    data = (tmp_path / "t.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + length])
+    head["__metadata__"][name] = value
+    text = json.dumps(head).encode()
+    (tmp_path / "t.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + data[8 + length :]
+    )
+    for load in (RoutingTrace.load, open_trace):
+        with pytest.raises(TraceError, match=message) as raised:
+            load(tmp_path / "t.safetensors")
+        assert len(str(raised.value)) < 400
+
+
+def test_a_size_behind_a_zero(tmp_path):
+    """Such a tensor has no bytes, and is nevertheless no array."""
+    head = {
+        "__metadata__": {},
+        "ids": {"dtype": "I32", "shape": [0, 2**61, 2], "data_offsets": [0, 0]},
+    }
+    text = json.dumps(head).encode()
+    (tmp_path / "t.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(TraceError, match="bad_encoding: t.safetensors: ids: need sizes of an arr"):
+        open_trace(tmp_path / "t.safetensors")

@@ -377,13 +377,15 @@ def test_layer_base_and_formats_are_checked():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers: need at least 1"),
+        ({"num_layers": 0}, "num_layers: need 1 to 4096"),
+        ({"num_layers": 10**9, "moe_layers": range(10**12)}, "num_layers: need 1 to 4096"),
+        ({"moe_layers": range(10**12)}, "moe_layers: need at most 4096 layers"),
         ({"moe_layers": [1, 6]}, "moe_layers: need 0 to 5, got 6"),
         ({"moe_layers": [2, 1]}, "moe_layers: need rising"),
         ({"moe_layers": []}, "moe_layers: need rising"),
         ({"top_k": 17}, "top_k: need 1 to 16, got 17"),
-        ({"start": -1}, "start: need at least 0"),
-        ({"num_tokens": 0}, "num_tokens: need at least 1"),
+        ({"start": -1}, "start: need 0 to 16777216"),
+        ({"num_tokens": 0}, "num_tokens: need 1 to 16777216"),
         ({"missing": "skip"}, "missing: need one of"),
         ({"suspect": "skip"}, "suspect: need one of"),
         ({"last_row": "fill"}, "last_row: need one of"),

@@ -1,5 +1,7 @@
 """Counting rows, joining the counts of ranks, and balance metrics."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +183,9 @@ ONE = [[[[1, 2]]]]
         ({"rows_MLGE": [[[True, False]]]}, "rows_MLGE: need integers, got bool array"),
         ({"rows_MLGE": [[[1, 2]]]}, "rows_MLGE: need shape [any, any, any, any]"),
         ({"rows_MLGE": np.zeros((1, 0, 1, 2), int)}, "rows_MLGE: need at least one layer"),
+        ({"rows_MLGE": np.zeros((0, 1, 1, 2), int)}, "rows_MLGE: need at least one micro-batch"),
+        ({"rows_MLGE": np.zeros((1, 4097, 1, 1), int)}, "rows_MLGE: need at most 4096 layers"),
+        ({"rows_MLGE": np.zeros((1, 1, 1, 65537), int)}, "rows_MLGE: need at most 65536 experts"),
         ({"optimizer_step_M": [0, 1]}, "optimizer_step_M: need shape [1]"),
         ({"optimizer_step_M": [0.5]}, "optimizer_step_M: need integers"),
         (
@@ -227,6 +232,15 @@ def test_loads_are_read_only_and_equal_by_value():
     assert loads != LoadMatrix([[[[1, 3]]]])
     assert loads != LoadMatrix(ONE, padding_MLGE=[[[[0, 1]]]])
     assert loads != LoadMatrix(ONE, num_unknown_ML=[[1]])
+
+
+def test_counts_that_would_not_fit_are_refused_before_they_are_taken():
+    row = DispatchRows(np.zeros((1, 4096, 1), np.uint8), num_experts=1 << 16)
+    tracemalloc.start()
+    with pytest.raises(PlanError, match=r"counts: need at most 17179869184 bytes, got \[M, L, G"):
+        LoadMatrix.from_rows([row] * 17)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_micro_batches_must_fit_together():

@@ -130,7 +130,11 @@ IDS = np.zeros((3, 1, 1), np.uint8)
         ({"valid": np.ones(3)}, TraceError, "valid: need a bool array [3], got float64 array"),
         ({"cu_seqlens": [0, 2]}, TraceError, "cu_seqlens: need numbers from 0 up to 3 rows"),
         ({"cu_seqlens": [0, 2, 1, 3]}, TraceError, "cu_seqlens: need numbers that do not decrease"),
-        ({"num_experts": 0}, ValueError, "num_experts: need at least 1, got 0"),
+        ({"num_experts": 0}, ValueError, "num_experts: need 1 to 65536, got 0"),
+        ({"num_experts": 2**34}, ValueError, "num_experts: need 1 to 65536, got 17179869184"),
+        ({"moe_layers": [4096]}, ValueError, "moe_layers: need 0 to 4095, got 4096"),
+        ({"moe_layers": 7}, TypeError, "moe_layers: need layer numbers, got int 7"),
+        ({"ids": np.zeros((0, 2**40, 1), int)}, TraceError, "ids: need at most 4096 layers, got"),
     ],
 )
 def test_bad_traces_are_refused(fields, error, message):
@@ -180,6 +184,15 @@ def test_dispatch_rows_take_tensors_and_check_kinds():
         DispatchRows(ids, kind=[0], num_experts=4)
     with pytest.raises(TraceError, match="ids: need ids in 0..2, got 3 at layer 9, row 1, col"):
         DispatchRows(ids, num_experts=3, moe_layers=[9])
+
+
+def test_dispatch_rows_have_limits():
+    with pytest.raises(ValueError, match="num_experts: need 1 to 65536, got 65537"):
+        DispatchRows([[[0]]], num_experts=65537)
+    with pytest.raises(TraceError, match="ids: need at most 4096 layers"):
+        DispatchRows(np.zeros((0, 2**40, 1), int), num_experts=4)
+    with pytest.raises(TypeError, match="moe_layers: need layer numbers, got int 3"):
+        DispatchRows([[[0]]], num_experts=4, moe_layers=3)
 
 
 def test_ids_of_unknown_rows_do_not_matter():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from relibra.limits import MAX_EXPERTS, MAX_LAYERS, layer_tuple
 from relibra_kernels.checks import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -23,14 +24,15 @@ class TraceModel:
     """The layers and experts of a model, which no carrier names.
 
     Args:
-        num_layers: decoder layers, dense ones too.
+        num_layers: decoder layers, dense ones too, at most 4,096.
         moe_layers: decoder layer numbers of the MoE layers, rising, from 0.
         top_k: K, choices a token.
-        num_experts: E.
+        num_experts: E, at most 65,536.
 
     Raises:
         TypeError: no integers.
-        ValueError: a layer outside 0..num_layers-1 or twice there, or K above E.
+        ValueError: a number above its limit, a layer outside 0..num_layers-1 or twice there, or K
+            above E.
 
     Example:
         >>> TraceModel(6, range(1, 6), 4, 16).dense_layers
@@ -44,21 +46,21 @@ class TraceModel:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        num_layers = check_int("num_layers", self.num_layers, minimum=1)
-        layers = tuple(
+        num_layers = check_int("num_layers", self.num_layers, minimum=1, maximum=MAX_LAYERS)
+        layers = layer_tuple("moe_layers", self.moe_layers)
+        for one in layers:
             check_int("moe_layers", one, minimum=0, maximum=num_layers - 1)
-            for one in self.moe_layers
-        )
         if not layers or list(layers) != sorted(set(layers)):
             raise ValueError(f"moe_layers: need rising layer numbers, got {list(layers)}")
-        num_experts = check_int("num_experts", self.num_experts, minimum=1)
+        num_experts = check_int("num_experts", self.num_experts, minimum=1, maximum=MAX_EXPERTS)
         check_int("top_k", self.top_k, minimum=1, maximum=num_experts)
         object.__setattr__(self, "moe_layers", layers)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Decoder layers that are no MoE layers."""
-        return tuple(one for one in range(self.num_layers) if one not in self.moe_layers)
+        moe_layers = set(self.moe_layers)
+        return tuple(one for one in range(self.num_layers) if one not in moe_layers)
 
 
 @dataclass(frozen=True)

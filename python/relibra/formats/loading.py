@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relibra.array_files import ArrayFileError, map_npy
 from relibra.formats import relibra_file, sglang
 from relibra.formats.carrier import (
     Batch,
@@ -24,8 +25,9 @@ from relibra.formats.readings import Rows, split_layers
 from relibra.formats.row_checks import check_rows, warn_dense_layers
 from relibra.formats.turns import Sample, join_parts
 from relibra.id_arrays import take_layers
+from relibra.limits import MAX_LAYERS, MAX_TOKENS, layer_tuple
 from relibra.trace import RoutingTrace
-from relibra_kernels.checks import check_choice, check_int
+from relibra_kernels.checks import check_choice, check_int, describe
 from relibra_kernels.errors import TraceError
 
 if TYPE_CHECKING:
@@ -63,11 +65,12 @@ def load_routing(
         payload: parsed JSON, a list of turns of one sample, JSON or base64 text, an array or
             tensor, or a path (`.json .npy .npz .safetensors`, and what else a format reads).
         format: `"auto"` decides by keys and suffixes; or `"relibra"`, `"sglang"`.
-        num_layers: decoder layers of the model.
+        num_layers: decoder layers of the model, at most 4,096.
         moe_layers: decoder layer numbers of the MoE layers, from 0.
         top_k: K, choices a token.
-        num_experts: E.
-        num_tokens: prompt and completion tokens of the sample, where the payload does not say.
+        num_experts: E, at most 65,536.
+        num_tokens: prompt and completion tokens of the sample, at most 2^24, where the payload does
+            not say.
         start: row at which the payload (or its first turn) begins, where it does not say.
         last_row: `"keep"` if each sample has a row for its last token, `"drop"` if it has one to
             be dropped; None is the default of the format.
@@ -94,13 +97,16 @@ def load_routing(
         >>> load_routing(reply, **model).layer(0).tolist()
         [[0, 1], [2, 3]]
     """
-    model = TraceModel(num_layers, tuple(moe_layers), top_k, num_experts)
+    check_int("num_layers", num_layers, minimum=1, maximum=MAX_LAYERS)
+    model = TraceModel(num_layers, layer_tuple("moe_layers", moe_layers), top_k, num_experts)
     rules = LoadRules(last_row, missing, suspect, allow_duplicates)
-    check_int("start", start, minimum=0)
+    check_int("start", start, minimum=0, maximum=MAX_TOKENS)
     if num_tokens is not None:
-        check_int("num_tokens", num_tokens, minimum=1)
+        check_int("num_tokens", num_tokens, minimum=1, maximum=MAX_TOKENS)
     if layer_base is not None:
         check_int("layer_base", layer_base, minimum=0)
+    if existing is not None and not isinstance(existing, RoutingTrace):
+        raise TypeError(f"existing: need a RoutingTrace, got {describe(existing)}")
     delivery = read_payload(payload, format)
     if isinstance(delivery, Batch):
         return trace_from_batch(delivery, model, rules, num_tokens)
@@ -168,10 +174,10 @@ def _open(payload: object) -> tuple[object, str]:
         return _parse_json(path.read_text("utf-8", "replace"), path.name), path.name
     if path.suffix == ".npy":
         try:
-            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray), path.name
-        except (ValueError, EOFError) as error:
+            return map_npy(path), path.name
+        except ArrayFileError as error:
             raise TraceError(
-                f"bad_encoding: {path.name}: need a .npy array of plain numbers, got {error}",
+                f"bad_encoding: {path.name}: need a .npy array of plain numbers: {error}",
                 code="bad_encoding",
             ) from None
     if path.suffix == ".txt":
@@ -276,5 +282,9 @@ def _sample_of(trace: RoutingTrace, model: TraceModel) -> Sample:
             f"sample_count: existing: need one sample with layers {list(model.moe_layers)}, got "
             f"{trace.num_samples} samples with layers {list(trace.moe_layers)}",
             code="sample_count",
+        )
+    if trace.top_k != model.top_k:
+        raise TraceError(
+            f"top_k: existing: need {model.top_k} choices a token, got {trace.top_k}", code="top_k"
         )
     return Sample(Rows(trace.ids, None), trace.valid, ())

@@ -7,7 +7,6 @@ A trace file is safetensors: `ids` `[rows, L, K]` in a narrow dtype, `valid` boo
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from relibra.array_files import ArrayFileError, check_shape, clip, whole_file
 from relibra.formats.carrier import Batch, Delivery, Part
 from relibra.formats.npz import list_npz, read_npz
 from relibra.id_arrays import as_ids, check_starts
+from relibra.limits import MAX_EXPERTS, MAX_LAYERS
 from relibra.trace import RoutingTrace
 from relibra_kernels.errors import TraceError
 
@@ -91,7 +92,6 @@ def save_trace(trace: RoutingTrace, path: str | Path) -> None:
         trace: what to write.
         path: file to write; an existing one is replaced.
     """
-    path = Path(path)
     tensors = {
         "ids": np.ascontiguousarray(trace.ids),
         "valid": np.ascontiguousarray(trace.valid),
@@ -105,12 +105,8 @@ def save_trace(trace: RoutingTrace, path: str | Path) -> None:
         "has_last_row": json.dumps(trace.has_last_row),
         "notes": json.dumps(trace.notes),
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with whole_file(path) as partial:
         save_file(tensors, partial, metadata)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_trace(path: str | Path) -> RoutingTrace:
@@ -164,11 +160,16 @@ def _read_safetensors(path: Path) -> Batch:
         for name in ("moe_layers", "num_experts", "has_last_row", "notes")
     )
     _, num_layers, top_k = ids.shape
-    whole = isinstance(layers, list) and all(type(one) is int and one >= 0 for one in layers)
+    whole = isinstance(layers, list) and all(
+        type(one) is int and 0 <= one < MAX_LAYERS for one in layers
+    )
     if not whole or len(layers) != num_layers or layers != sorted(set(layers)):
-        raise _bad_field(path, "moe_layers", f"{num_layers} rising layer numbers", layers)
+        need = f"{num_layers} rising layer numbers below {MAX_LAYERS}"
+        raise _bad_field(path, "moe_layers", need, layers)
     if type(num_experts) is not int or num_experts < top_k:
         raise _bad_field(path, "num_experts", f"an integer of at least K = {top_k}", num_experts)
+    if num_experts > MAX_EXPERTS:
+        raise _bad_field(path, "num_experts", f"at most {MAX_EXPERTS}", num_experts)
     if type(has_last_row) is not bool:
         raise _bad_field(path, "has_last_row", "true or false", has_last_row)
     if not isinstance(notes, list) or not all(isinstance(one, str) for one in notes):
@@ -200,6 +201,12 @@ def _map_tensors(path: Path) -> tuple[dict[str, npt.NDArray[Any]], Mapping[str, 
                 f"dtype: {path.name}: {name}: need integers, got {entry['dtype']}", code="dtype"
             )
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        try:
+            check_shape(shape, np.dtype(dtype))
+        except ArrayFileError as error:
+            raise TraceError(
+                f"bad_encoding: {path.name}: {name}: {error}", code=error.code
+            ) from None
         if 0 in shape:  # a mapping cannot be empty
             tensors[name] = np.zeros(shape, dtype)
             continue
@@ -211,13 +218,13 @@ def _map_tensors(path: Path) -> tuple[dict[str, npt.NDArray[Any]], Mapping[str, 
 def _json(path: Path, metadata: Mapping[str, str], name: str) -> Any:
     try:
         return json.loads(metadata[name])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         raise _bad_field(path, name, "JSON", metadata.get(name)) from None
 
 
 def _bad_field(path: Path, name: str, need: str, got: object) -> TraceError:
     return TraceError(
-        f"bad_encoding: {path.name}: {name}: need {need}, got {got!r}",
+        f"bad_encoding: {path.name}: {name}: need {need}, got {clip(repr(got))}",
         code="bad_encoding",
     )
 

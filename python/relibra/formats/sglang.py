@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relibra.formats.carrier import Delivery, Part
+from relibra.limits import MAX_TOKENS
+from relibra_kernels.checks import describe
 from relibra_kernels.errors import TraceError
 
 if TYPE_CHECKING:
@@ -137,9 +139,10 @@ def _decode(value: object, dtype: object, label: str) -> npt.NDArray[Any]:
 
 def _size(info: Mapping[str, Any], name: str, label: str) -> int:
     value = info[name]
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
         raise TraceError(
-            f"bad_encoding: {label}: {name}: need an integer >= 0, got {value!r}",
+            f"bad_encoding: {label}: {name}: need an integer 0..{MAX_TOKENS}, got "
+            f"{describe(value)}",
             code="bad_encoding",
         )
     return value

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from relibra.formats import relibra_file
 from relibra.formats.carrier import Batch, LoadRules, TraceModel
 from relibra.formats.loading import trace_from_batch
+from relibra.limits import MAX_EXPERTS, MAX_LAYERS
 from relibra_kernels.errors import TraceError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def open_trace(path: str | Path, num_experts: int | None = None) -> RoutingTrace
             code="field_missing",
         )
     rows, moe_layers = batch.rows, batch.moe_layers
-    if rows.ndim != 3 or 0 in rows.shape:
+    if rows.ndim != 3 or 0 in rows.shape or rows.shape[1] > MAX_LAYERS:
         raise TraceError(
             f"layer_axis: {path.name}: need routed_experts [rows, L, K], got {list(rows.shape)}",
             code="layer_axis",
@@ -48,6 +49,12 @@ def open_trace(path: str | Path, num_experts: int | None = None) -> RoutingTrace
         moe_layers = tuple(range(rows.shape[1]))
     if num_experts is None and batch.num_experts is None:
         num_experts = max(int(rows.max()) + 1, rows.shape[2])
+        if num_experts > MAX_EXPERTS:
+            raise TraceError(
+                f"id_range: {path.name}: need ids and K that fit {MAX_EXPERTS} experts, got id "
+                f"{int(rows.max())} and K {rows.shape[2]}",
+                code="id_range",
+            )
         note = f"num_experts = {num_experts} is the largest id + 1 of {path.name}"
         batch = replace(batch, notes=(*batch.notes, note))
     elif num_experts is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relibra.formats.readings import Rows, read_rows
+from relibra.limits import MAX_HOLE_BYTES
 from relibra_kernels.errors import TraceError
 
 if TYPE_CHECKING:
@@ -169,6 +171,15 @@ def _grow(held: Sample, num_rows: int) -> Sample:
     """Adds unknown rows up to a number of rows."""
     assert held.rows is not None
     missing = max(0, num_rows - held.num_rows)
+    unknown = missing + int((~held.known).sum())
+    hole_bytes = unknown * held.rows.ids[:0].itemsize * math.prod(held.rows.ids.shape[1:])
+    if hole_bytes > MAX_HOLE_BYTES:
+        raise TraceError(
+            f"turn_gap: need at most {MAX_HOLE_BYTES} bytes of rows that no turn brings, got "
+            f"{unknown} unknown rows of {hole_bytes} bytes",
+            code="turn_gap",
+            row=held.num_rows,
+        )
     shape = (missing, *held.rows.ids.shape[1:])
     rows = Rows(np.concatenate([held.rows.ids, np.zeros(shape, held.rows.ids.dtype)]), None)
     return Sample(rows, np.concatenate([held.known, np.zeros(missing, bool)]), held.notes)

@@ -10,10 +10,15 @@ from relibra.layout import ExpertLayout
 from relibra.plan import PassPlan
 from relibra.planner.outcome import Outcome
 from relibra.planner.reorder import home_capacities
+from relibra_kernels import native
 
 if TYPE_CHECKING:
-    from relibra.layout import Int64Array
+    from relibra.layout import Int32Array, Int64Array
     from relibra.planner.problem import Problem
+
+# Bits of a value in the matching of experts and slots, so that no slot in another node is taken:
+# 1,024 values below 2^34 sum up to less than 2^44, the limit of a single one.
+_VALUE_BITS = 33
 
 
 def plan_none(problem: Problem) -> Outcome:
@@ -44,24 +49,52 @@ def plan_lpt(problem: Problem) -> Outcome:
     return Outcome(layouts, _home_only_passes(problem, layouts))
 
 
-def plan_ideal(problem: Problem) -> Outcome:
-    """ceil(total / G) rows on every rank: the bound of every plan, for reports only."""
-    passes = {}
-    for name in problem.distinct_passes:
-        total_ML = problem.loads[name].totals_MLE.sum(2)
-        share_ML = -(-total_ML // problem.topology.num_ranks)
-        shape = (*share_ML.shape, problem.topology.num_ranks)
-        passes[name] = rank_rows_only(problem, np.broadcast_to(share_ML[..., None], shape))
-    return Outcome(problem.base_layouts, passes, is_executable=False)
+def plan_locality_only(problem: Problem) -> Outcome:
+    """Experts where most of their rows come from: the node first, then the rank; no replicas.
+
+    Source: the variant ReLibra-Data of ReLibra, section 6. The exact assignment, whatever its
+    balance; equal choices keep the base layout.
+    """
+    shape = (problem.shape.num_layers, problem.topology.num_ranks, problem.shape.num_experts)
+    sent_LGE = np.zeros(shape, np.int64)
+    for name, loads in problem.loads.items():
+        sent_LGE += problem.config.weight_of(name) * loads.rows_MLGE.sum(0, dtype=np.int64)
+    node_G = problem.topology.rank_to_node_G
+    nodes = range(problem.topology.num_nodes)
+    sent_LNE = np.stack([sent_LGE[:, node_G == node].sum(1) for node in nodes], axis=1)
+    layouts = tuple(
+        _most_local(sent_NE, sent_GE, node_G, base)
+        for sent_NE, sent_GE, base in zip(sent_LNE, sent_LGE, problem.base_layouts, strict=True)
+    )
+    return Outcome(layouts, _home_only_passes(problem, layouts))
 
 
-def rank_rows_only(problem: Problem, rank_rows_MLG: Int64Array) -> PassPlan:
-    """A pass that is for reports: rows of ranks, no experts."""
-    replica_slots = problem.config.replica_slots
-    slots = problem.home_slots + replica_slots
-    rows = np.zeros((*rank_rows_MLG.shape, slots), np.int64)
-    rows[..., 0] = rank_rows_MLG
-    return PassPlan(np.full((*rank_rows_MLG.shape, replica_slots), -1, np.int32), rows)
+def _most_local(
+    sent_NE: Int64Array, sent_GE: Int64Array, node_G: Int32Array, base: ExpertLayout
+) -> ExpertLayout:
+    """First the best nodes, then the best ranks in them; fillers are experts that nobody sends to.
+
+    Letter: Q home slots, those of a rank contiguous.
+    """
+    slots = base.home_slot_expert_GH.reshape(-1)
+    num_experts = sent_GE.shape[1]
+    filled = np.where(slots >= 0, slots, num_experts + np.cumsum(slots < 0) - 1)
+    node_Q = np.repeat(node_G, base.slots_per_rank)
+    stay_QQ = np.zeros((len(slots), len(slots)), np.int64)
+    stay_QQ[np.arange(len(slots)), filled] = 1  # decides between equal choices
+    pad = [(0, 0), (0, len(slots) - num_experts)]
+
+    def values(sent: Int64Array) -> Int64Array:
+        scaled = sent >> max(0, int(sent.max()).bit_length() - _VALUE_BITS)
+        return 2 * np.pad(np.repeat(scaled, base.slots_per_rank, axis=0), pad) + stay_QQ
+
+    by_node = native.planner().match(values(sent_NE[node_G]))
+    node_of = np.empty_like(node_Q)
+    node_of[by_node] = node_Q
+    elsewhere = node_Q[:, None] != node_of
+    chosen = native.planner().match(np.where(elsewhere, -(1 << 44), values(sent_GE)))
+    home = np.where(chosen < num_experts, chosen, -1)
+    return ExpertLayout(home.reshape(base.home_slot_expert_GH.shape))
 
 
 def _home_only_passes(problem: Problem, layouts: tuple[ExpertLayout, ...]) -> dict[str, PassPlan]:

@@ -1,4 +1,4 @@
-"""The EPLB baseline: experts with redundant copies by the loads of the whole batch.
+"""The EPLB baseline, experts with redundant copies, and an exact split over its copies.
 
 Source: the README of github.com/deepseek-ai/EPLB (hierarchical policy), re-implemented from its
 description. Groups of experts are packed onto nodes, hot experts are copied inside their node, and
@@ -10,48 +10,106 @@ Letters: L layers, E experts, N nodes, G ranks, Q slots (E and the redundant one
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from relibra.planner.baselines import rank_rows_only
-from relibra.planner.outcome import Outcome
+from relibra.pass_plan import ReportSlots
+from relibra.planner.bounds import rank_rows_outcome
+from relibra_kernels import native
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
     from relibra.layout import Int64Array
+    from relibra.planner.outcome import Outcome
     from relibra.planner.problem import Problem
 
 
-def plan_eplb_oracle(problem: Problem) -> Outcome:
-    """EPLB with the loads of the very batch that it serves, one group an expert.
+def plan_eplb(problem: Problem, *, loads: str, flat: bool = False) -> Outcome:
+    """EPLB, one group an expert.
 
-    Nodes of different size, or a number of experts that is no multiple of them, count as one node.
+    Args:
+        problem: the input.
+        loads: what the copies are placed for: the `"previous"` batch, as EPLB is used; the very
+            `"batch"` that it serves; or each `"micro_batch"` for itself.
+        flat: one pool of ranks instead of nodes first. Nodes of different size, or a number of
+            experts that is no multiple of them, are always flat.
+
+    Raises:
+        PlanError: there is no previous batch.
     """
+    slots_CLGn = _slot_tables(problem, loads, flat=flat)
+    if len(slots_CLGn) == 1:
+        slots_LQ = slots_CLGn.reshape(slots_CLGn.shape[1], -1)
+        rows = even_slot_rows(slots_LQ, problem.totals_CLE)
+    else:
+        slots_UQ = slots_CLGn.reshape(slots_CLGn.shape[0] * slots_CLGn.shape[1], -1)
+        totals_UE = problem.totals_CLE.reshape(1, len(slots_UQ), -1)
+        rows = even_slot_rows(slots_UQ, totals_UE)
+    shape = (len(problem.totals_CLE), *slots_CLGn.shape[1:])
+    return _slots_outcome(problem, slots_CLGn, rows.reshape(shape))
+
+
+def plan_lplb_like(problem: Problem) -> Outcome:
+    """Copies placed by EPLB for the batch that it serves, rows of every micro-batch split exactly.
+
+    Source: the README of github.com/deepseek-ai/LPLB (a linear program over EPLB's copies); here a
+    maximum flow over all copies finds the optimum of that program in whole rows.
+    """
+    slots = _slot_tables(problem, "batch", flat=False)
+    everywhere = np.broadcast_to(slots, (len(problem.totals_CLE), *slots.shape[1:]))
+    rows, _ = native.planner().split_sites(
+        problem.totals_CLE,
+        np.ascontiguousarray(everywhere, np.int32),
+        problem.config.num_threads,
+    )
+    return _slots_outcome(problem, slots, rows)
+
+
+def _slots_outcome(problem: Problem, slots_CLGn: Int64Array, rows_CLGn: Int64Array) -> Outcome:
+    """Rows of ranks, and the slots behind them; C of the slots may be 1 for all columns."""
+    outcome = rank_rows_outcome(problem, rows_CLGn.sum(3))
+    everywhere = np.broadcast_to(slots_CLGn.astype(np.int32), rows_CLGn.shape)
+    slots, first = {}, 0
+    for name in problem.distinct_passes:
+        columns = slice(first, first + problem.loads[name].num_micro_batches)
+        slots[name] = ReportSlots(everywhere[columns], rows_CLGn[columns])
+        first = columns.stop
+    return replace(outcome, report_slots=slots)
+
+
+def _slot_tables(problem: Problem, loads: str, *, flat: bool) -> Int64Array:
+    """Expert of every slot, int64 `[C, L, G, n]`; C is 1 when all columns have the same."""
+    weighted = problem.totals_CLE * problem.weight_C[:, None, None]
+    if loads == "previous":
+        if not problem.previous:
+            raise PlanError(
+                "previous: need the loads of the batch before for EPLB on history, got none"
+            )
+        load_CLE = np.zeros_like(weighted[:1])
+        for name, matrix in problem.previous.items():
+            load_CLE += problem.config.weight_of(name) * matrix.totals_MLE.sum(0)
+    elif loads == "batch":
+        load_CLE = weighted.sum(0, keepdims=True)
+    else:
+        load_CLE = problem.totals_CLE
     sizes = problem.topology.node_sizes
     num_ranks, num_experts = problem.topology.num_ranks, problem.shape.num_experts
-    even = len(set(sizes)) == 1 and num_experts % len(sizes) == 0
-    total_LE = (problem.totals_CLE * problem.weight_C[:, None, None]).sum(0)
-    num_slots = num_ranks * (problem.home_slots + problem.config.replica_slots)
-    slot_expert_LQ = place_copies(
-        total_LE,
-        num_slots=num_slots,
-        num_groups=num_experts,
-        num_nodes=len(sizes) if even else 1,
+    by_node = not flat and len(set(sizes)) == 1 and num_experts % len(sizes) == 0
+    slots_UQ = place_copies(
+        load_CLE.reshape(-1, num_experts),
+        num_slots=num_ranks * (problem.home_slots + problem.config.replica_slots),
+        num_groups=num_experts if by_node else 1,
+        num_nodes=len(sizes) if by_node else 1,
         num_ranks=num_ranks,
     )
-    if even:  # EPLB numbers ranks node by node
+    slots = slots_UQ.reshape(*load_CLE.shape[:2], num_ranks, -1)
+    if by_node:  # EPLB numbers ranks node by node
         order = np.argsort(problem.topology.rank_to_node_G, kind="stable")
-        slots_LGn = slot_expert_LQ.reshape(len(slot_expert_LQ), num_ranks, -1)
-        slot_expert_LQ = slots_LGn[:, np.argsort(order)].reshape(slot_expert_LQ.shape)
-    passes = {
-        name: rank_rows_only(
-            problem, even_rank_rows(slot_expert_LQ, problem.loads[name].totals_MLE, num_ranks)
-        )
-        for name in problem.distinct_passes
-    }
-    return Outcome(problem.base_layouts, passes, is_executable=False)
+        slots = slots[:, :, np.argsort(order)]
+    return slots
 
 
 def place_copies(
@@ -117,7 +175,18 @@ def even_rank_rows(
     Returns:
         int64 `[M, L, G]`.
     """
-    num_layers, num_slots = slot_expert_LQ.shape
+    rows_MLQ = even_slot_rows(slot_expert_LQ, totals_MLE)
+    rows: Int64Array = rows_MLQ.reshape(*rows_MLQ.shape[:2], num_ranks, -1).sum(3)
+    return rows
+
+
+def even_slot_rows(slot_expert_LQ: Int64Array, totals_MLE: Int64Array) -> Int64Array:
+    """Rows of each slot, as in `even_rank_rows`.
+
+    Returns:
+        int64 `[M, L, Q]`.
+    """
+    num_slots = slot_expert_LQ.shape[1]
     count_LE = np.stack([np.bincount(row, minlength=totals_MLE.shape[2]) for row in slot_expert_LQ])
     order = np.argsort(slot_expert_LQ, axis=1, kind="stable")
     sorted_LQ = np.take_along_axis(slot_expert_LQ, order, 1)
@@ -127,8 +196,7 @@ def even_rank_rows(
     np.put_along_axis(number_LQ, order, place, 1)
     copies_LQ = np.take_along_axis(count_LE, slot_expert_LQ, 1)
     total_MLQ = np.take_along_axis(totals_MLE, slot_expert_LQ[None], 2)
-    rows_MLQ = total_MLQ // copies_LQ + (number_LQ < total_MLQ % copies_LQ)
-    rows: Int64Array = rows_MLQ.reshape(len(totals_MLE), num_layers, num_ranks, -1).sum(3)
+    rows: Int64Array = total_MLQ // copies_LQ + (number_LQ < total_MLQ % copies_LQ)
     return rows
 
 

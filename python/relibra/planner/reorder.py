@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from relibra.planner import static_copies
 from relibra_kernels import native
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from relibra.layout import Int32Array, Int64Array
     from relibra.planner.problem import Problem
 
-# Part of the proposals that is spent again inside nodes.
+# Parts of the proposals that are spent again for copies of tokens, and inside nodes.
+_GROUPING_SHARE = 2
 _INSIDE_SHARE = 5
 # Solver calls of the last touch inside nodes: one for so many proposals, about a tenth of the time.
 _PROPOSALS_PER_SOLVE = 250
@@ -54,33 +56,76 @@ class Reorder:
 
     def cold(self) -> Int32Array:
         """A search that knows nothing of the base layouts, relabelled to move few experts."""
-        problem = self.problem
+        return self.layouts_of(self.cold_bins()[0])
+
+    def cold_bins(self) -> tuple[Int32Array, Int64Array]:
+        """Bin of each expert from that search, int32 `[L, E]`, and its objective, int64 `[L]`."""
         capacity_B = np.bincount(self._bin_of_rank_G, self._capacity_G).astype(np.int32)
-        bin_LE, _, _ = native.planner().assign_bins(
+        bin_LE, objective_L, _ = native.planner().assign_bins(
             self.load_LEC,
             capacity_B,
             self._scale_B,
             None,
-            problem.config.proposals,
+            self.problem.config.proposals,
             self._seed,
             False,
             self._threads,
         )
+        return bin_LE, objective_L
+
+    def grouped_bins(
+        self, bin_LE: Int32Array, limit_L: Int64Array, ids_LTK: Int32Array
+    ) -> Int32Array:
+        """A search from some nodes of the experts for few copies of the sampled tokens.
+
+        Args:
+            bin_LE: int32 `[L, E]`, where it starts.
+            limit_L: int64 `[L]`, objective of loads that is not to be exceeded by much.
+            ids_LTK: int32 `[L, T, K]`, choices of the sampled tokens that count, -1 = none.
+        """
+        problem = self.problem
+        grouped: tuple[Int32Array, Int64Array, Int64Array] = native.planner().group_bins(
+            self.load_LEC,
+            self._scale_B,
+            bin_LE,
+            limit_L,
+            ids_LTK,
+            problem.sample_node_T,
+            problem.config.proposals // _GROUPING_SHARE,
+            self._seed,
+            False,
+            self._threads,
+        )
+        return grouped[0]
+
+    def layouts_of(self, bin_LE: Int32Array) -> Int32Array:
+        """Experts of each bin onto its ranks, relabelled to move few from the base layouts."""
+        problem = self.problem
         if self.by_rank:
             home_LGH = _list_by_rank(bin_LE, problem)
         else:
-            home_LGH = native.planner().place_in_nodes(
-                self.load_LEC,
-                bin_LE,
-                problem.topology.rank_to_node_G,
-                problem.home_slots,
-                problem.config.replica_slots,
-                problem.config.proposals // _INSIDE_SHARE,
-                problem.config.proposals // _PROPOSALS_PER_SOLVE,
-                self._seed,
-                self._threads,
-            )
+            load_LEC = self.load_LEC
+            if problem.static_slots:
+                rough_LGH = self._place_in_nodes(load_LEC, bin_LE, 0)
+                load_LEC = static_copies.loads_at_home(problem, rough_LGH)
+            home_LGH = self._place_in_nodes(load_LEC, bin_LE, problem.config.proposals)
         return self._relabel(home_LGH)
+
+    def _place_in_nodes(
+        self, load_LEC: Int64Array, node_LE: Int32Array, proposals: int
+    ) -> Int32Array:
+        home_LGH: Int32Array = native.planner().place_in_nodes(
+            load_LEC,
+            node_LE,
+            self.problem.topology.rank_to_node_G,
+            self.problem.home_slots,
+            self.problem.config.replica_slots,
+            proposals // _INSIDE_SHARE,
+            proposals // _PROPOSALS_PER_SOLVE,
+            self._seed,
+            self._threads,
+        )
+        return home_LGH
 
     def warm(self) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
         """Improving swaps from the base layouts.
@@ -112,6 +157,31 @@ class Reorder:
         else:
             home_LGH = _swap_places(base_LGH, before_LE, after_LE)
         return self._relabel(home_LGH), changed_L
+
+    def near(
+        self, home_LGH: Int32Array, layers: npt.NDArray[np.int64], price_rows: int
+    ) -> Int32Array:
+        """Layouts near some others, for moves that cost something.
+
+        Args:
+            home_LGH: int32 `[L', G, H]`, where the search starts and moves are free.
+            layers: int64 `[L']`, indices of the layers.
+            price_rows: rows of the objective that a moved expert must save.
+        """
+        problem = self.problem
+        ranks_alone_G = np.arange(problem.topology.num_ranks, dtype=np.int32)
+        found: Int32Array = native.planner().warm_layouts(
+            np.ascontiguousarray(self.load_LEC[layers]),
+            np.ascontiguousarray(home_LGH),
+            ranks_alone_G if self.by_rank else problem.topology.rank_to_node_G,
+            np.full(len(layers), price_rows, np.int64),
+            0 if self.by_rank else problem.config.replica_slots,
+            problem.config.proposals // _INSIDE_SHARE,
+            problem.config.proposals // _PROPOSALS_PER_SOLVE,
+            self._seed,
+            self._threads,
+        )
+        return found
 
     def _relabel(self, home_LGH: Int32Array) -> Int32Array:
         problem = self.problem

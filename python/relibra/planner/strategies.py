@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relibra.plan import StepPlan
-from relibra.planner import balance, baselines, eplb
+from relibra.planner import balance, baselines, bounds, copy_baselines, eplb
 from relibra.planner.problem import make_problem
+from relibra_kernels.checks import describe
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
+
+    from relibra.cost_model import CostModel
     from relibra.layout import ExpertLayout
     from relibra.load_matrix import LoadMatrix
     from relibra.plan_config import PlannerConfig
     from relibra.planner.outcome import Outcome
     from relibra.planner.problem import Problem
     from relibra.shape import ModelShape
+    from relibra.token_sample import TokenSample
     from relibra.topology import Topology
 
 STRATEGIES: Mapping[str, Callable[[Problem], Outcome]] = MappingProxyType(
     {
         "none": baselines.plan_none,
         "lpt": baselines.plan_lpt,
-        "eplb_oracle": eplb.plan_eplb_oracle,
+        "locality_only": baselines.plan_locality_only,
+        "history": copy_baselines.plan_history,
+        "donor_only": copy_baselines.plan_donor_only,
+        "split_only": copy_baselines.plan_split_only,
+        "place_only": copy_baselines.plan_place_only,
+        "eplb": partial(eplb.plan_eplb, loads="previous"),
+        "eplb_flat": partial(eplb.plan_eplb, loads="previous", flat=True),
+        "eplb_oracle": partial(eplb.plan_eplb, loads="batch"),
+        "eplb_oracle_flat": partial(eplb.plan_eplb, loads="batch", flat=True),
+        "eplb_micro_batch": partial(eplb.plan_eplb, loads="micro_batch"),
+        "eplb_micro_batch_flat": partial(eplb.plan_eplb, loads="micro_batch", flat=True),
+        "lplb_like": eplb.plan_lplb_like,
         "reorder_only": balance.plan_reorder_only,
         "replicate_only": balance.plan_replicate_only,
         "relibra": balance.plan_relibra,
-        "ideal": baselines.plan_ideal,
+        "force_balanced": bounds.plan_force_balanced,
+        "node_ideal": bounds.plan_node_ideal,
+        "ideal": bounds.plan_ideal,
     }
 )
 
@@ -43,6 +62,9 @@ def plan_step(
     layout: Sequence[ExpertLayout] | None = None,
     config: PlannerConfig | None = None,
     strategy: str = "relibra",
+    previous: Mapping[str, LoadMatrix] | None = None,
+    cost_model: CostModel | None = None,
+    token_sample: TokenSample | npt.ArrayLike | None = None,
 ) -> StepPlan:
     """Plans one rollout batch: a layout a layer, and replicas and row quotas for every micro-batch.
 
@@ -58,6 +80,13 @@ def plan_step(
             experts in order.
         config: settings; None for the defaults.
         strategy: one of `STRATEGIES`.
+        previous: loads of the batch before, by pass, for the baselines that plan on history:
+            `eplb` and `eplb_flat` need them, `history` uses them for the first micro-batch.
+        cost_model: for `cost="time"`; None = that of `config.hardware`, without a dense part that
+            hides pushes.
+        token_sample: for `relibra` on several nodes: some tokens of the batch, the same on all
+            ranks, or their ids `[T, L, K]`. Experts that they choose together are then kept on one
+            node, with loads within `config.grouping_slack` of the plan without.
 
     Returns:
         The checked plan; `plan.report` has the figures.
@@ -77,15 +106,29 @@ def plan_step(
         >>> plan.replica_plan("train", 0, 0).rank_rows_G.tolist()
         [100, 100]
     """
-    if strategy not in STRATEGIES:
-        raise PlanError(f"strategy: need one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    problem = make_problem(loads, topology, model, layout, config)
+    check_strategy(strategy)
+    problem = make_problem(
+        loads, topology, model, layout, config, previous, cost_model, token_sample
+    )
     start = time.perf_counter()
     outcome = STRATEGIES[strategy](problem)
-    elapsed_ms = (time.perf_counter() - start) * 1e3
+    return finish_plan(problem, outcome, strategy, (time.perf_counter() - start) * 1e3)
+
+
+def check_strategy(strategy: str) -> None:
+    """Raises TypeError for what is no text, PlanError for an unknown strategy."""
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy: need a name, got {describe(strategy)}")
+    if strategy not in STRATEGIES:
+        raise PlanError(f"strategy: need one of {', '.join(STRATEGIES)}, got {strategy!r}")
+
+
+def finish_plan(problem: Problem, outcome: Outcome, strategy: str, elapsed_ms: float) -> StepPlan:
+    """The checked plan of an outcome."""
+    static: Any = outcome.static_LGX
     return StepPlan(
-        topology=topology,
-        shape=model,
+        topology=problem.topology,
+        shape=problem.shape,
         layouts=outcome.layouts,
         passes={name: outcome.passes[problem.same_as[name]] for name in problem.loads},
         loads=problem.loads,
@@ -94,4 +137,10 @@ def plan_step(
         config=problem.config,
         is_executable=outcome.is_executable,
         planner_ms=elapsed_ms,
+        report_slots={
+            name: outcome.report_slots[problem.same_as[name]]
+            for name in problem.loads
+            if problem.same_as[name] in outcome.report_slots
+        },
+        static_slot_expert_LGX=static,
     )

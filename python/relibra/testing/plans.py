@@ -1,6 +1,6 @@
 """Plans that no planner would make, for tests: every valid plan must give the same numbers.
 
-Letters: M micro-batches, L MoE layers, G ranks, E experts, H home slots, S replica slots.
+Letters: M micro-batches, L MoE layers, G ranks, E experts; H home, X static and S replica slots.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def make_plan(
     split: Splitter = random_split,
     fill: float = 0.8,
     reorder: bool = True,
+    static_slots: int = 0,
 ) -> StepPlan:
-    """A valid plan with random homes, random replicas and rows split by ``split``.
+    """A valid plan with random homes, random copies and rows split by ``split``.
 
     Args:
         rng: source of randomness; the same state gives the same plan on every rank.
@@ -70,42 +71,64 @@ def make_plan(
         replica_slots: S.
         base: layouts to start from, by default identity.
         split: ``(rng, rows, copies) -> rows of each copy``, home first.
-        fill: probability that a replica slot is used.
+        fill: probability that a replica slot or a static slot is used.
         reorder: False keeps the base layout.
+        static_slots: X; static copies may lie on any node.
     """
     num_ranks = topology.num_ranks
     base = base or (ExpertLayout.identity(shape.num_experts, num_ranks),) * shape.num_layers
     layouts = base
     if reorder:
         layouts = tuple(random_layout(rng, shape.num_experts, num_ranks) for _ in base)
+    static = [np.zeros((num_ranks, 0), np.int32) for _ in layouts]
+    if static_slots:
+        one_node = np.zeros(num_ranks, np.int32)
+        static = [
+            _random_copies(rng, layout.home_slot_expert_GH, one_node, static_slots, fill)
+            for layout in layouts
+        ]
+    held = [
+        np.concatenate([layout.home_slot_expert_GH, chosen], 1)
+        for layout, chosen in zip(layouts, static, strict=True)
+    ]
     passes = {}
     for name in sorted(loads):
         totals = loads[name].totals_MLE
         replicas, rows = [], []
         for m in range(totals.shape[0]):
-            for layout, total in zip(layouts, totals[m], strict=True):
-                chosen = _random_replicas(rng, layout, topology, replica_slots, fill)
+            for layout, slots, total in zip(layouts, held, totals[m], strict=True):
+                chosen = _random_copies(rng, slots, topology.rank_to_node_G, replica_slots, fill)
                 replicas.append(chosen)
-                rows.append(_slot_rows(rng, layout, chosen, total, split))
+                slots = np.concatenate([slots, chosen], 1)
+                rows.append(_slot_rows(rng, layout, slots, total, split))
         size = (totals.shape[0], len(layouts), num_ranks)
         passes[name] = PassPlan(
             np.stack(replicas).reshape(*size, replica_slots), np.stack(rows).reshape(*size, -1)
         )
-    return StepPlan.from_arrays(topology, shape, layouts, passes, loads, base_layouts=base)
+    return StepPlan.from_arrays(
+        topology,
+        shape,
+        layouts,
+        passes,
+        loads,
+        base_layouts=base,
+        static_slot_expert_LGX=np.stack(static),
+    )
 
 
-def _random_replicas(
+def _random_copies(
     rng: np.random.Generator,
-    layout: ExpertLayout,
-    topology: Topology,
-    replica_slots: int,
+    slot_expert_Gn: np.ndarray,
+    rank_to_node_G: np.ndarray,
+    slots: int,
     fill: float,
 ) -> np.ndarray:
-    chosen = np.full((topology.num_ranks, replica_slots), -1, np.int32)
-    node_G = topology.rank_to_node_G
-    for rank in range(topology.num_ranks):
-        near = (node_G[layout.home_rank_E] == node_G[rank]) & (layout.home_rank_E != rank)
-        experts = rng.permutation(np.flatnonzero(near))[:replica_slots]
+    """Copies of experts that the node has and the rank has not, int32 `[G, slots]`."""
+    chosen = np.full((len(slot_expert_Gn), slots), -1, np.int32)
+    for rank, node in enumerate(rank_to_node_G):
+        held = np.unique(slot_expert_Gn[rank_to_node_G == node])
+        near = held[(held >= 0) & ~np.isin(held, slot_expert_Gn[rank])]
+        experts = rng.permutation(near)[:slots]
         used = rng.random(len(experts)) < fill
         chosen[rank, : len(experts)] = np.where(used, experts, -1)
     return chosen
@@ -114,11 +137,10 @@ def _random_replicas(
 def _slot_rows(
     rng: np.random.Generator,
     layout: ExpertLayout,
-    chosen_GS: np.ndarray,
+    slot_expert: np.ndarray,
     total_E: np.ndarray,
     split: Splitter,
 ) -> np.ndarray:
-    slot_expert = np.concatenate([layout.home_slot_expert_GH, chosen_GS], 1)
     rows = np.zeros(slot_expert.shape, np.int64)
     flat, flat_rows = slot_expert.reshape(-1), rows.reshape(-1)
     num_home, num_slots = layout.home_slot_expert_GH.shape[1], slot_expert.shape[1]

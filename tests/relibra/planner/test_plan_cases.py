@@ -25,13 +25,15 @@ def plan_rows(
     shape = ModelShape(rows.shape[3], 1, range(rows.shape[1]))
     layout = settings.pop("layout", None)
     config = PlannerConfig(**({"proposals": 1000} | settings))  # type: ignore[arg-type]
+    loads = {"train": LoadMatrix(rows.astype(np.int32))}
     return plan_step(
-        {"train": LoadMatrix(rows.astype(np.int32))},
+        loads,
         topology,
         model=shape,
         layout=layout,  # type: ignore[arg-type]
         config=config,
         strategy=strategy,
+        previous=loads,
     )
 
 

@@ -66,7 +66,7 @@ def test_arguments_that_do_not_fit_are_refused(
     [
         ({"replica_slots": -1}, "replica_slots: need an integer 0"),
         ({"replica_slots": 1.0}, r"replica_slots: need an integer .* got 1\.0"),
-        ({"cost": "time"}, "cost: need 'rows', got 'time'"),
+        ({"cost": "money"}, "cost: need 'rows' or 'time', got 'money'"),
         ({"proposals": -1}, "proposals: need an integer 0"),
         ({"tolerance": float("nan")}, "tolerance: need 0 <= tolerance < 1, got nan"),
         ({"tolerance": "x"}, "tolerance: need a number, got 'x'"),
