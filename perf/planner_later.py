@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from planner_coactivation import coactivation_gates
 from planner_compose import bins_as_samples, compose_ms, limits, records
 from planner_inputs import KINDS, SEEDS, generator_rows, make_plan, rank_rows
 from planner_times import first_piece_ms
@@ -95,13 +96,6 @@ def later_gates(*, smoke: bool) -> Iterator[Values]:
     total = composed + first_piece_ms(rows)
     area, name = "first layer's plan after counts", "ms, composition projected to 256"
     yield area, name, "measured", total, 80, 40, False, None
-    area = "remote copies a token, GPT-OSS, 4 nodes"
-    yield area, "grouping / load only", "simulated", None, 0.82, None, False, None
-    name = "grouping + X=1 + sample->node / load only"
-    yield area, name, "simulated", None, 0.73, None, False, None
-    name = "grouping + X=2 / load only"
-    yield area, name, "simulated", None, None, 0.66, False, None
-    area = "whole batch 48x32xE128 EP64, with split"
-    yield area, "s, with co-activation", "measured", None, 2, 1, False, None
+    yield from coactivation_gates(smoke=smoke)
     area = "never worse than none"
     yield area, "layers that are, by modelled time", "simulated", None, 0, None, False, None

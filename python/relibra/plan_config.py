@@ -87,7 +87,7 @@ class PlannerConfig:
     max_rows_per_rank: int | None = None
     move_rows: int = 0
     horizon_steps: int = 1
-    grouping_slack: float = 0.02
+    grouping_slack: float = 0.024
 
     def __post_init__(self) -> None:
         """Checks every value."""

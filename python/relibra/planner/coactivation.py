@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from relibra.planner.problem import Problem
     from relibra.planner.reorder import Reorder
 
-# Loads above their limit by some part cost as many copies as this multiple of that part of all.
-_OVERWEIGHT = 20.0
+# Loads above their limit by some part cost as many copies as this multiple of that part of all:
+# a thousandth too much is as bad as a fifth more copies.
+_OVERWEIGHT = 200.0
 # With static copies, which repair what grouping unbalances: looser limits that are tried as well.
 _LOOSER = (3.0, 8.0, 20.0)
 
@@ -35,8 +36,8 @@ _LOOSER = (3.0, 8.0, 20.0)
 def grouped_layouts(problem: Problem, reorder: Reorder) -> Replicated:
     """The layouts with the fewest copies of tokens whose loads are within the limit.
 
-    Candidates of each layer: the search on loads only, which sets the limit; searches on copies
-    from there; the base layout, which wins ties, so nothing moves without a gain.
+    Candidates of each layer: those of a plan by loads alone, the best of which sets the limit;
+    searches on copies; the base layout, which wins ties, so nothing moves without a gain.
 
     Args:
         problem: the input, with a token sample and more than one node.
@@ -44,8 +45,12 @@ def grouped_layouts(problem: Problem, reorder: Reorder) -> Replicated:
     """
     bin_LE, load_L = reorder.cold_bins()
     chooser = _Chooser(problem)
+    base = list(_with_copies(problem, problem.base_LGH))
     for planned in _with_copies(problem, reorder.layouts_of(bin_LE)):
         chooser.offer(planned)
+    chooser.offer(replicate(problem, reorder.warm()[0]))
+    for planned in base:
+        chooser.offer(planned, wins_ties=True)
     chooser.set_limit()
     slack = problem.config.grouping_slack
     for factor in (1.0, *(_LOOSER if problem.static_slots else ())):
@@ -60,7 +65,7 @@ def grouped_layouts(problem: Problem, reorder: Reorder) -> Replicated:
             grouped_LE = reorder.grouped_bins(grouped_LE, limit_L, ids_LTK)
             for planned in _with_copies(problem, reorder.layouts_of(grouped_LE)):
                 chooser.offer(planned)
-    for planned in _with_copies(problem, problem.base_LGH):
+    for planned in base:
         chooser.offer(planned, wins_ties=True)
     return chooser.best
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from relibra.layout import Int32Array, Int64Array
     from relibra.planner.problem import Problem
 
-# Parts of the proposals that are spent again for copies of tokens, and inside nodes.
-_GROUPING_SHARE = 2
+# Part of the proposals that is spent again for copies of tokens.
+_GROUPING_SHARE = 0.6
+# Part of the proposals that is spent again inside nodes.
 _INSIDE_SHARE = 5
 # Solver calls of the last touch inside nodes: one for so many proposals, about a tenth of the time.
 _PROPOSALS_PER_SOLVE = 250
@@ -91,7 +92,7 @@ class Reorder:
             limit_L,
             ids_LTK,
             problem.sample_node_T,
-            problem.config.proposals // _GROUPING_SHARE,
+            int(problem.config.proposals * _GROUPING_SHARE),
             self._seed,
             False,
             self._threads,

@@ -15,6 +15,8 @@ from relibra_kernels.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import numpy.typing as npt
+
     from relibra.cost_model import CostModel
     from relibra.layout import ExpertLayout
     from relibra.load_matrix import LoadMatrix
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from relibra.plan_config import PlannerConfig
     from relibra.planner.outcome import Outcome
     from relibra.shape import ModelShape
+    from relibra.token_sample import TokenSample
     from relibra.topology import Topology
 
 
@@ -55,6 +58,7 @@ class PlanStream:
         config: as in `plan_step`.
         strategy: as in `plan_step`.
         cost_model: as in `plan_step`.
+        token_sample: as in `plan_step`.
         layers_at_once: layers planned together; as many as the planner has threads is fastest, 1
             gives the first layer soonest.
 
@@ -81,12 +85,21 @@ class PlanStream:
         config: PlannerConfig | None = None,
         strategy: str = "relibra",
         cost_model: CostModel | None = None,
+        token_sample: TokenSample | npt.ArrayLike | None = None,
         layers_at_once: int = 1,
     ) -> None:
         self._start = time.perf_counter()
         check_strategy(strategy)
         self._strategy = strategy
-        self._problem = make_problem(loads, topology, model, layout, config, cost_model=cost_model)
+        self._problem = make_problem(
+            loads,
+            topology,
+            model,
+            layout,
+            config,
+            cost_model=cost_model,
+            token_sample=token_sample,
+        )
         self._step = check_int("layers_at_once", layers_at_once, minimum=1)
         self._parts: list[Outcome] = []
         self._next = 0
