@@ -13,8 +13,9 @@ from pathlib import Path
 import pybind11
 import pytest
 
-# The tests share one build, so they stay in one test process.
-pytestmark = pytest.mark.xdist_group("packaging")
+# The tests share one build, so they stay in one test process; a whole build takes minutes on a
+# busy machine.
+pytestmark = [pytest.mark.xdist_group("packaging"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = (".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "_build_info.json")
