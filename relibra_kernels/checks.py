@@ -155,7 +155,9 @@ def check_int_array(
     limits = np.iinfo(np.dtype(dtype).name)
     low = int(limits.min) if minimum is None else minimum
     high = int(limits.max) if maximum is None else maximum
-    if array.size and (int(array.min()) < low or int(array.max()) > high):
+    own = np.iinfo(array.dtype.name)  # no pass over what the dtype itself rules out
+    too_low = low > own.min and array.size and int(array.min()) < low
+    if too_low or (high < own.max and array.size and int(array.max()) > high):
         place = np.argwhere((array < low) | (array > high))[0]
         found = int(array[tuple(place)])
         where = f" at [{', '.join(str(i) for i in place)}]" if len(place) else ""

@@ -20,6 +20,8 @@ namespace relibra {
 namespace {
 
 constexpr int64_t kMaxRail = (1 << 16) - 1;
+constexpr int64_t kUsesPerBlock = 8;   // of a pass, split with the same buffers
+constexpr int64_t kBlocksPerWave = 8;  // results that wait for their place in the list
 
 // All uses [M, L] of one pass.
 struct PassArrays {
@@ -76,8 +78,39 @@ py::array_t<int32_t> py_split_rows(const py::array& rows_GE, const py::array& sl
   auto quota = empty<int32_t>({G, G * n});
   int32_t* out = quota.mutable_data();
   py::gil_scoped_release release;
-  split_use(shape, {rows, experts, slot_rows}, ranks, out);
+  Splitter(shape, ranks).split_use({rows, experts, slot_rows}, out);
   return quota;
+}
+
+// A row of the list of quotas.
+struct QuotaRow {
+  int32_t micro_batch, layer, source, slot, rows;
+};
+static_assert(sizeof(QuotaRow) == 5 * sizeof(int32_t));
+
+// No list is longer: all sources of all slots of experts with copies.
+int64_t most_quota_rows(const PassArrays& pass) {
+  const int64_t slots = int64_t(pass.shape.num_ranks) * pass.shape.slots_per_rank;
+  std::vector<int32_t> copies(pass.shape.num_experts);
+  int64_t copied = 0;
+  for (int64_t i = 0; i < pass.num_uses; ++i) {
+    const int32_t* expert = pass.use(i).slot_expert;
+    std::fill(copies.begin(), copies.end(), 0);
+    for (int64_t s = 0; s < slots; ++s)
+      if (expert[s] >= 0) ++copies[expert[s]];
+    for (const int32_t count : copies) copied += count > 1 ? count : 0;
+  }
+  return copied * pass.shape.num_ranks;
+}
+
+void append_rows(const SplitEntries& entries, int32_t micro_batch, int32_t layer,
+                 std::vector<QuotaRow>& rows) {
+  const size_t before = rows.size();
+  rows.resize(before + entries.count);
+  for (size_t i = 0; i < entries.count; ++i) {
+    const SplitEntry& one = entries.data[i];
+    rows[before + i] = {micro_batch, layer, one.source, one.slot, one.rows};
+  }
 }
 
 py::array_t<int32_t> py_split_copied(const py::array& rows_MLGE, const py::array& slot_expert_MLGn,
@@ -86,22 +119,28 @@ py::array_t<int32_t> py_split_copied(const py::array& rows_MLGE, const py::array
                                      const std::optional<py::array>& rank_to_node_G) {
   const PassArrays pass(rows_MLGE, slot_expert_MLGn, slot_rows_MLGn);
   const SplitRanks ranks = split_ranks(rank_to_rail_G, rank_to_node_G, pass.shape.num_ranks);
-  std::vector<std::vector<SplitEntry>> by_use(pass.num_uses);
+  // Memory that is never written costs nothing, so the list is made too long and then cut.
+  auto quota = empty<int32_t>({py::ssize_t(most_quota_rows(pass)), 5});
+  auto* const list = reinterpret_cast<QuotaRow*>(quota.mutable_data());
+  QuotaRow* end = list;
   {
     py::gil_scoped_release release;
-    parallel_for(pass.num_uses, num_threads,
-                 [&](int64_t i) { by_use[i] = split_copied(pass.shape, pass.use(i), ranks); });
-  }
-  py::ssize_t count = 0;
-  for (const auto& entries : by_use) count += entries.size();
-  auto quota = empty<int32_t>({count, 5});
-  int32_t* out = quota.mutable_data();
-  for (int64_t i = 0; i < pass.num_uses; ++i)
-    for (const SplitEntry& entry : by_use[i]) {
-      const int32_t row[5] = {int32_t(i / pass.num_layers), int32_t(i % pass.num_layers),
-                              entry.source, entry.slot, entry.rows};
-      out = std::copy(row, row + 5, out);
+    const int64_t blocks = (pass.num_uses + kUsesPerBlock - 1) / kUsesPerBlock;
+    std::vector<std::vector<QuotaRow>> parts(std::min(blocks, kBlocksPerWave));
+    for (int64_t begin = 0; begin < blocks; begin += kBlocksPerWave) {
+      const int64_t count = std::min(blocks - begin, kBlocksPerWave);
+      parallel_for(count, num_threads, [&](int64_t k) {
+        parts[k].clear();
+        Splitter splitter(pass.shape, ranks);
+        const int64_t first = (begin + k) * kUsesPerBlock;
+        for (int64_t i = first; i < std::min(pass.num_uses, first + kUsesPerBlock); ++i)
+          append_rows(splitter.split_copied(pass.use(i)), int32_t(i / pass.num_layers),
+                      int32_t(i % pass.num_layers), parts[k]);
+      });
+      for (int64_t k = 0; k < count; ++k) end = std::copy(parts[k].begin(), parts[k].end(), end);
     }
+  }
+  quota.resize({py::ssize_t(end - list), py::ssize_t(5)}, false);
   return quota;
 }
 
@@ -114,8 +153,13 @@ py::array_t<int64_t> py_count_traffic(const py::array& rows_MLGE, const py::arra
   std::vector<Traffic> by_use(pass.num_uses);
   {
     py::gil_scoped_release release;
-    parallel_for(pass.num_uses, num_threads,
-                 [&](int64_t i) { by_use[i] = count_traffic(pass.shape, pass.use(i), ranks); });
+    const int64_t blocks = (pass.num_uses + kUsesPerBlock - 1) / kUsesPerBlock;
+    parallel_for(blocks, num_threads, [&](int64_t k) {
+      Splitter splitter(pass.shape, ranks);
+      const int64_t first = k * kUsesPerBlock;
+      for (int64_t i = first; i < std::min(pass.num_uses, first + kUsesPerBlock); ++i)
+        by_use[i] = splitter.count_traffic(pass.use(i), ranks.node);
+    });
   }
   auto sums = empty<int64_t>({3});
   int64_t* out = sums.mutable_data();

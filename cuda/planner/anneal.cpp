@@ -1,6 +1,7 @@
 #include "planner/anneal.hpp"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -14,7 +15,9 @@ namespace {
 constexpr int64_t kProposalsPerTemperature = 256;
 constexpr uint64_t kSampledSwaps = 512;
 constexpr double kPricedTemperature = 0.02;  // as AnnealOptions::begin_temperature
-constexpr int kPlaceBits = 24;               // random bits for each place of a swap
+constexpr int kBlock = 64;                   // swaps that are drawn ahead
+static_assert(kProposalsPerTemperature % kBlock == 0);
+constexpr int kPlaceBits = 24;  // random bits for each place of a swap
 static_assert(2 * kPlaceBits + kExponentialBits == 64);
 
 // Two experts in different bins, from the low bits of a random word.
@@ -59,6 +62,9 @@ RELIBRA_INLINE AnnealResult anneal_body(State& state, const BinProblem& problem,
   bool at_best = true;           // the best assignment is the current one and not yet copied
   std::vector<int64_t> best_at;  // best objective at the start of each fiftieth of the proposals
   const int64_t watch = std::max<int64_t>(1, options.proposals / 50);
+  // Places and their bins do not change, so swaps are drawn before it is known which are made.
+  std::array<Swap, kBlock> swaps;
+  std::array<double, kBlock> limits;  // rise of the objective that is not accepted any more
   int64_t i = 0;
   for (; i < options.proposals && best > bound; ++i) {
     if (i % kProposalsPerTemperature == 0 && i > 0) temperature *= decay;
@@ -67,11 +73,18 @@ RELIBRA_INLINE AnnealResult anneal_body(State& state, const BinProblem& problem,
       best_at.push_back(best);
       if (now >= 20 && double(best_at[now - 10] - best) < options.stall_gain * double(best)) break;
     }
-    const uint64_t bits = random_bits(options.seed, uint64_t(i));
-    const Swap swap = propose(state, num_experts, bits);
+    const int at = int(i % kBlock);
+    if (at == 0) {
+      for (int k = 0; k < kBlock; ++k) {
+        const uint64_t bits = random_bits(options.seed, uint64_t(i + k));
+        swaps[k] = propose(state, num_experts, bits);
+        limits[k] = temperature * exponential[bits >> (2 * kPlaceBits)];
+      }
+    }
+    const Swap swap = swaps[at];
     const int64_t score = state.score(swap);
     if (score > current) {
-      if (double(score - current) >= temperature * exponential[bits >> (2 * kPlaceBits)]) continue;
+      if (double(score - current) >= limits[at]) continue;
       if (at_best) state.assignment(best_bin_of.data());
       at_best = false;
     }

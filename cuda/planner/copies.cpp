@@ -48,7 +48,7 @@ void expected_copies(const SplitShape& shape, const SplitUse& use, const SplitRa
   const int G = shape.num_ranks, E = shape.num_experts, N = routes.num_nodes;
   const int64_t slots = int64_t(G) * shape.slots_per_rank;
   std::vector<int32_t> quota(G * slots);
-  split_use(shape, use, ranks, quota.data());
+  Splitter(shape, ranks).split_use(use, quota.data());
   std::fill(out, out + int64_t(kNumCopyLinks) * G, 0.0);
   std::vector<double> by_rank(G), by_node(N), share(int64_t(N) * E);
   for (int source = 0; source < G; ++source) {
@@ -89,7 +89,7 @@ void count_copies(const SplitShape& shape, const SplitUse& use, const SplitRanks
   const int G = shape.num_ranks, E = shape.num_experts, N = routes.num_nodes;
   const int64_t slots = int64_t(G) * shape.slots_per_rank;
   std::vector<int32_t> quota(G * slots);
-  split_use(shape, use, ranks, quota.data());
+  Splitter(shape, ranks).split_use(use, quota.data());
   // Slots of each expert, ascending.
   std::vector<int32_t> first(E + 1, 0), slot_of(slots);
   for (int64_t s = 0; s < slots; ++s)

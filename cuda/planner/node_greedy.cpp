@@ -53,6 +53,11 @@ class Greedy {
     return 1 + style_.noise * (uniform - 0.5);
   }
 
+  // Whether a choice of this value loses before jitter is drawn, which saves looking closer at it.
+  bool loses(int best, double value, double best_value) const {
+    return style_.noise == 0 && best >= 0 && value <= best_value;
+  }
+
   int fullest_donor() {
     int donor = -1;
     double most = 0;
@@ -93,8 +98,9 @@ class Greedy {
     double best_value = 0;
     for (int i = 0; i < instance_.num_ranks; ++i) {
       if (!can_receive(donor, i) || gap(i) < style_.limits.min_rows || gap(i) > can_move) continue;
-      if (!has_expert(donor, i, gap(i))) continue;
-      const double value = double(style_.smallest_gap_first ? -gap(i) : gap(i)) * jitter();
+      const auto plain = double(style_.smallest_gap_first ? -gap(i) : gap(i));
+      if (loses(best, plain, best_value) || !has_expert(donor, i, gap(i))) continue;
+      const double value = plain * jitter();
       if (best < 0 || value > best_value) best_value = value, best = i;
     }
     if (best < 0) return false;
@@ -110,8 +116,9 @@ class Greedy {
     double best_value = 0;
     for (int i = 0; i < instance_.num_ranks; ++i) {
       if (!can_receive(donor, i) || gap(i) <= surplus || gap(i) < style_.limits.min_rows) continue;
-      if (!has_expert(donor, i, gap(i))) continue;
-      const double value = double(gap(i)) * jitter();
+      const auto plain = double(gap(i));
+      if (loses(best, -plain, -best_value) || !has_expert(donor, i, gap(i))) continue;
+      const double value = plain * jitter();
       if (best < 0 || value < best_value) best_value = value, best = i;
     }
     if (best < 0) return false;
@@ -128,8 +135,9 @@ class Greedy {
     for (int i = 0; i < instance_.num_ranks; ++i) {
       any_gap |= gap(i) > 0 && can_receive(donor, i);
       if (!can_receive(donor, i) || gap(i) > 0 || stuck_[i]) continue;
-      if (!has_expert(donor, i, surplus)) continue;
-      const double value = double(most_rows(i)) * jitter();
+      const auto plain = double(most_rows(i));
+      if (loses(best, plain, best_value) || !has_expert(donor, i, surplus)) continue;
+      const double value = plain * jitter();
       if (best < 0 || value > best_value) best_value = value, best = i;
     }
     if (best < 0 || !any_gap) return false;

@@ -24,14 +24,6 @@ void SiteFlow::copy_rows(const SiteFlow& other) {
   replicas_ = other.replicas_;
 }
 
-void SiteFlow::add(int expert, int rank, int64_t rows) {
-  replicas_.push_back({expert, rank, rows});
-  rest_[expert] -= rows;
-  load_[instance_->home(expert)] -= rows;
-  load_[rank] += rows;
-  --free_slots_[rank];
-}
-
 void SiteFlow::remove(int k) {
   const Replica gone = replicas_[k];
   rest_[gone.expert] += gone.rows;
@@ -44,13 +36,6 @@ void SiteFlow::remove(int k) {
 
 int64_t SiteFlow::largest() const {
   return *std::max_element(load_.begin(), load_.end());
-}
-
-bool SiteFlow::hosts(int expert, int rank) const {
-  if (instance_->home(expert) == rank) return true;
-  for (const Replica& one : replicas_)
-    if (one.expert == expert && one.rank == rank) return true;
-  return false;
 }
 
 void SiteFlow::index() {

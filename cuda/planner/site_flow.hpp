@@ -36,7 +36,13 @@ class SiteFlow {
   void copy_rows(const SiteFlow& other);
 
   // A replica with some rows of the expert's home; the slot must be free and the rank no host.
-  void add(int expert, int rank, int64_t rows);
+  void add(int expert, int rank, int64_t rows) {
+    replicas_.push_back({expert, rank, rows});
+    rest_[expert] -= rows;
+    load_[instance_->home(expert)] -= rows;
+    load_[rank] += rows;
+    --free_slots_[rank];
+  }
 
   // Takes replica k away; its rows go home. The last replica takes its number.
   void remove(int k);
@@ -58,7 +64,14 @@ class SiteFlow {
   int64_t load(int rank) const { return load_[rank]; }
   int64_t rest(int expert) const { return rest_[expert]; }  // rows at home
   int free_slots(int rank) const { return free_slots_[rank]; }
-  bool hosts(int expert, int rank) const;  // home or replica
+
+  // Whether the expert has its home or a replica there.
+  bool hosts(int expert, int rank) const {
+    if (instance_->home(expert) == rank) return true;
+    for (const Replica& one : replicas_)
+      if (one.expert == expert && one.rank == rank) return true;
+    return false;
+  }
   const std::vector<Replica>& replicas() const { return replicas_; }
   const NodeInstance& instance() const { return *instance_; }
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from relibra.load_matrix import LoadMatrix
 from relibra_kernels.errors import PlanError, ReplicaSyncError
 from relibra_kernels.transport.group import Ranks
 
@@ -54,7 +55,7 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
             timeout=datetime.timedelta(seconds=timeout_s),
         )[0]
     except RuntimeError as error:
-        raise _sync_error(what, group, error) from error
+        raise sync_error(what, group, error) from error
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 
@@ -87,8 +88,36 @@ def gather_tensor(
     try:
         dist.all_gather(out, mine, group=group)
     except RuntimeError as error:
-        raise _sync_error(what, group, error) from error
+        raise sync_error(what, group, error) from error
     return [part.to(x.device) for part in out]
+
+
+def stack_loads(own: LoadMatrix, group: dist.ProcessGroup | None) -> LoadMatrix:
+    """Counts of all ranks, from each rank's own of the same sizes.
+
+    Args:
+        own: `[M, L, 1, E]`, not gathered.
+        group: of the G ranks, None for one rank.
+
+    Returns:
+        `[M, L, G, E]`, equal on all ranks.
+
+    Raises:
+        PlanError: ranks differ in their optimizer steps.
+        ReplicaSyncError: a rank did not take part within the group's time-out.
+    """
+    padding = own.padding_MLGE if own.padding_MLGE is not None else own.rows_MLGE * 0
+    packed = [own.rows_MLGE, padding, own.num_unknown_ML, own.optimizer_step_M]
+    flat = torch.cat([torch.tensor(part, dtype=torch.int32).reshape(-1) for part in packed])
+    parts = []
+    for part in gather_tensor(flat, group, "gather_loads"):
+        fields = part.numpy()
+        cut: list[Any] = []
+        for one in packed:
+            cut.append(fields[: one.size].reshape(one.shape))
+            fields = fields[one.size :]
+        parts.append(LoadMatrix(cut[0], cut[3], cut[1], cut[2], is_gathered=False))
+    return LoadMatrix.stack(parts)
 
 
 def wait_for_all(group: dist.ProcessGroup | None, timeout_s: float | None, what: str) -> None:
@@ -111,7 +140,7 @@ def wait_for_all(group: dist.ProcessGroup | None, timeout_s: float | None, what:
     try:
         dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        raise _sync_error(what, group, error) from error
+        raise sync_error(what, group, error) from error
 
 
 def agree(
@@ -162,7 +191,14 @@ def agree(
             raise PlanError(f"{what}: need the same {name} on all ranks, got {shown}")
 
 
-def _sync_error(what: str, group: dist.ProcessGroup, error: Exception) -> ReplicaSyncError:
+def sync_error(what: str, group: dist.ProcessGroup, error: Exception) -> ReplicaSyncError:
+    """The error of a rank whose peers did not take part in a collective.
+
+    Args:
+        what: the operation.
+        group: of the ranks.
+        error: what the collective raised.
+    """
     ranks = Ranks.of(group)
     return ReplicaSyncError(
         f"{what}: rank {ranks.rank} of {ranks.size} waited in vain for its peers ({error})"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from relibra.dispatch_rows import DispatchRows
-from relibra.limits import MAX_RANKS, check_count_bytes
+from relibra.limits import MAX_EP_RANKS, check_count_bytes
 from relibra.load_matrix import LoadMatrix
 from relibra_kernels.checks import check_int
 from relibra_kernels.errors import TraceError
@@ -53,7 +53,7 @@ def deal_rows(
         >>> [[rows.ids.ravel().tolist() for rows in ranks] for ranks in dealt]
         [[[0, 1], [2]], [[3], [4]]]
     """
-    check_int("num_ranks", num_ranks, minimum=1, maximum=MAX_RANKS)
+    check_int("num_ranks", num_ranks, minimum=1, maximum=MAX_EP_RANKS)
     per = check_int(
         "sequences_per_micro_batch", sequences_per_micro_batch, minimum=1, maximum=_MOST_SEQUENCES
     )

@@ -17,11 +17,28 @@ if TYPE_CHECKING:
 
 MAX_EXPERTS = 1 << 16  # E of a layer, so that every id fits uint16
 MAX_LAYERS = 1 << 12  # decoder layers of a model
-MAX_RANKS = 1 << 20  # G of an expert-parallel group
+MAX_RANKS = 1 << 20  # of a job, and of a topology
+MAX_EP_RANKS = 1 << 10  # G of a group that is planned: exact relabelling takes G^3 steps
 MAX_TOKENS = 1 << 24  # tokens of a sample
 MAX_HOLE_BYTES = 1 << 30  # ids that stand for rows of a sample that were never sent
+MAX_WIDTH = 1 << 20  # D, F and other sizes of a model's matrices
 MAX_ARRAY_BYTES = 1 << 33  # all arrays that are read from one file
 MAX_COUNT_BYTES = 1 << 34  # int32 counts of a batch, over all ranks
+
+# Largest constants of the cost model.
+LARGEST = {
+    "block_rows": 1 << 20,
+    "sequence_tokens": MAX_TOKENS,
+    "in_flight": MAX_LAYERS,
+    "data_parallel": MAX_RANKS,
+}
+# Modelled seconds far beyond every machine, so that sums of picoseconds stay inside int64.
+LONGEST_S = {
+    "row_s": (1e-3, "the GEMM of a row"),
+    "expert_read_s": (10.0, "reading an expert"),
+    "push_expert_s": (1e3, "sending an expert"),
+    "return_expert_s": (1e3, "sending the gradient of an expert"),
+}
 
 
 def layer_tuple(name: str, layers: Iterable[int]) -> tuple[int, ...]:

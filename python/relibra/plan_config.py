@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from relibra.limits import MAX_EXPERTS
 from relibra.pass_plan import check_pass_name
 from relibra.presets import find_hardware
 from relibra_kernels.errors import PlanError
@@ -58,6 +59,9 @@ class PlannerConfig:
         horizon_steps: rollout batches that a new layout is expected to serve.
         grouping_slack: relative excess of the objective over the plan that knows loads only, which
             is given up for fewer copies of tokens; with a token sample only.
+        expert_groups: keep each of so many groups of E / expert_groups expert numbers on one node,
+            as group-limited routing wants it; 0 = experts are free. It holds for `relibra` and
+            `reorder_only`; other strategies know nothing of groups.
 
     Raises:
         PlanError: a value is out of range.
@@ -88,6 +92,7 @@ class PlannerConfig:
     move_rows: int = 0
     horizon_steps: int = 1
     grouping_slack: float = 0.024
+    expert_groups: int = 0
 
     def __post_init__(self) -> None:
         """Checks every value."""
@@ -101,6 +106,12 @@ class PlannerConfig:
             raise PlanError(
                 f"static_copies: need replica_slots >= 1, which make nodes flat inside, got "
                 f"{self.static_copies} with replica_slots=0"
+            )
+        _check_whole("expert_groups", self.expert_groups, 0, MAX_EXPERTS)
+        if self.expert_groups and self.static_copies:
+            raise PlanError(
+                f"expert_groups: need 0 with static copies, which leave the node of their group, "
+                f"got {self.expert_groups} with static_copies={self.static_copies}"
             )
         for name, lowest in _OPTIONAL_LOWEST.items():
             if getattr(self, name) is not None:
@@ -126,7 +137,10 @@ class PlannerConfig:
         for name, weight in self.pass_weight.items():
             check_pass_name("pass_weight", name)
             _check_whole(f"pass_weight[{name!r}]", weight, 1, 1 << 10)
-        object.__setattr__(self, "pass_weight", MappingProxyType(dict(self.pass_weight)))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        weights = {name: int(weight) for name, weight in self.pass_weight.items()}
+        object.__setattr__(self, "pass_weight", MappingProxyType(weights))
 
     def weight_of(self, pass_: str) -> int:
         """Weight of a pass."""
@@ -144,6 +158,11 @@ class PlannerConfig:
         """All settings as plain values, for JSON."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return fields | {"pass_weight": dict(self.pass_weight)}
+
+
+def _plain(value: object) -> object:
+    """A NumPy integer as a Python one, which JSON and plan files take."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _check_whole(name: str, value: object, lowest: int, highest: int) -> None:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from relibra import logical_state
-from relibra.agreement import agree, gather_tensor, own_group
+from relibra.agreement import agree, gather_tensor, own_group, stack_loads
 from relibra.attachment import Attachment
 from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
-from relibra.load_matrix import LoadMatrix
+from relibra.planner.problem import make_problem
+from relibra.sharded_planning import plan_sharded
 from relibra.step import TrainingStep
 from relibra.topology import Topology
 from relibra_kernels.checks import check_choice, check_int
@@ -31,9 +32,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from relibra.cost_model import CostModel
     from relibra.layout import ExpertLayout
+    from relibra.load_matrix import LoadMatrix
     from relibra.plan import StepPlan
+    from relibra.plan_config import PlannerConfig
     from relibra.route_checks import Routes
+    from relibra.shape import ModelShape
+    from relibra.token_sample import TokenSample
 
 TRANSPORTS = ("auto", "dist")
 
@@ -193,21 +199,57 @@ class Runtime:
         """
         self._require_open()
         fault = PlanError("loads: need one rank's own counts") if loads.is_gathered else None
-        shape = loads.rows_MLGE.shape
-        facts = {"number of micro-batches": shape[0], "MoE layers": shape[1], "experts": shape[3]}
+        micro_batches, layers, _, experts = loads.rows_MLGE.shape
+        facts = {"number of micro-batches": micro_batches, "MoE layers": layers, "experts": experts}
         self.agree(facts, what="gather_loads", fault=fault)
-        parts = []
-        padding = loads.padding_MLGE if loads.padding_MLGE is not None else loads.rows_MLGE * 0
-        packed = [loads.rows_MLGE, padding, loads.num_unknown_ML, loads.optimizer_step_M]
-        flat = torch.cat([torch.tensor(part, dtype=torch.int32).reshape(-1) for part in packed])
-        for part in self.gather(flat, "gather_loads"):
-            fields = part.numpy()
-            cut: list[Any] = []
-            for own in packed:
-                cut.append(fields[: own.size].reshape(own.shape))
-                fields = fields[own.size :]
-            parts.append(LoadMatrix(cut[0], cut[3], cut[1], cut[2], is_gathered=False))
-        return LoadMatrix.stack(parts)
+        with self.noting_failure():
+            return stack_loads(loads, self.group)
+
+    def plan_step(
+        self,
+        loads: Mapping[str, LoadMatrix],
+        shape: ModelShape,
+        *,
+        config: PlannerConfig | None = None,
+        strategy: str = "relibra",
+        cost_model: CostModel | None = None,
+        token_sample: TokenSample | None = None,
+        planners: str = "node",
+        model: str | None = None,
+    ) -> StepPlan:
+        """`relibra.plan_step` from the layouts of a model, planned once by the group; collective.
+
+        Args:
+            loads: gathered, by pass name, equal on all ranks.
+            shape: of the model.
+            config: as in `relibra.plan_step`; with `num_threads=0` a planner takes its cores,
+                divided by the planners that share them.
+            strategy: as in `relibra.plan_step`, and so are `cost_model` and `token_sample`.
+            cost_model: for `cost="time"`.
+            token_sample: the same on all ranks.
+            planners: who plans a share of the layers each: ``"node"``, the first rank of every
+                node, or ``"rank"``, every rank. The others wait.
+            model: name of the attached model, by default the first.
+
+        Returns:
+            The plan that `relibra.plan_step` gives, on every rank.
+
+        Raises:
+            PlanError: arguments are wrong or differ, or a rank could not plan; on every rank.
+            ReplicaSyncError: a rank did not plan in time.
+        """
+        self._require_open()
+        rest = (config, None, cost_model, token_sample)
+        with self.noting_failure():
+            return plan_sharded(
+                lambda: make_problem(
+                    loads, self.topology, shape, self.attachment(model).layout, *rest
+                ),
+                self.group,
+                strategy=strategy,
+                planners=planners,
+                timeout_s=self.timeout_s,
+            )
 
     def step(
         self,
@@ -286,10 +328,7 @@ class Runtime:
     def gather_experts(
         self, local_H: torch.Tensor, layer: int, model: str | None = None
     ) -> torch.Tensor:
-        """Any per-slot tensor ``[H, ...]`` of a layer as ``[E, ...]`` in expert order; collective.
-
-        For gradients and optimizer moments.
-        """
+        """A gradient or moment ``[H, ...]`` of a layer as ``[E, ...]`` by expert; collective."""
         layout = self.attachment(model).layouts_by_layer()[layer]
         return logical_state.gather_experts(local_H, layout, self.group)
 

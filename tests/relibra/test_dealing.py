@@ -86,9 +86,9 @@ def test_counts_of_all_ranks_have_a_limit():
 def test_bad_numbers():
     with pytest.raises(ValueError, match="need a multiple or a divisor of 6 ranks, got 4"):
         deal_rows(make_trace([3]), 6, 4)
-    with pytest.raises(ValueError, match="num_ranks: need 1 to 1048576, got 0"):
+    with pytest.raises(ValueError, match="num_ranks: need 1 to 1024, got 0"):
         deal_rows(make_trace([3]), 0, 4)
-    with pytest.raises(ValueError, match="num_ranks: need 1 to 1048576, got 1000000000000"):
+    with pytest.raises(ValueError, match="num_ranks: need 1 to 1024, got 1000000000000"):
         deal_rows(make_trace([3]), 10**12, 10**12)
     with pytest.raises(ValueError, match="sequences_per_micro_batch: need 1 to 2147483648, got"):
         deal_rows(make_trace([3]), 2, 10**30)

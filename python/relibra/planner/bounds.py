@@ -46,9 +46,11 @@ def plan_force_balanced(problem: Problem) -> Outcome:
     total_CL = problem.totals_CLE.sum(2)
     num_experts = problem.shape.num_experts
     rows_CLE = np.broadcast_to((total_CL // num_experts)[..., None], problem.totals_CLE.shape)
-    rng = _stream(problem.config.seed, 0)
-    order = rng.permuted(np.broadcast_to(np.arange(num_experts), rows_CLE.shape), axis=2)
-    rows_CLE = rows_CLE + (order < (total_CL % num_experts)[..., None])
+    in_order_CE = np.broadcast_to(np.arange(num_experts), (len(rows_CLE), num_experts))
+    # A stream for each layer, so that layers planned apart are those planned together.
+    layers = problem.shape.moe_layers
+    order = [_stream(problem.config.seed, one).permuted(in_order_CE, axis=1) for one in layers]
+    rows_CLE = rows_CLE + (np.stack(order, axis=1) < (total_CL % num_experts)[..., None])
     home_GH = problem.identity.home_slot_expert_GH
     held_CLGH = np.where(home_GH >= 0, rows_CLE[..., np.maximum(home_GH, 0)], 0)
     return rank_rows_outcome(problem, held_CLGH.sum(3))

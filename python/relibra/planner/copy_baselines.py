@@ -5,6 +5,7 @@ Letters as in `relibra.planner.replicate`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,7 +74,8 @@ def plan_split_only(problem: Problem) -> Outcome:
 
 def plan_place_only(problem: Problem) -> Outcome:
     """The replicas of `replicate_only`, with an even split over the copies of an expert."""
-    planned = replicate(problem, problem.base_LGH)
+    without = problem.with_config(replace(problem.config, static_copies=0))
+    planned = replicate(without, problem.base_LGH)
     slots = _slot_experts(problem, planned.replica_CLGS)
     one_each = (slots >= 0).astype(np.int64)
     return _outcome(problem, planned.replica_CLGS, _share_out(problem, slots, one_each))
@@ -98,7 +100,8 @@ def _native_replicate(
 def _slot_experts(problem: Problem, replica_CLGS: Int32Array) -> Int32Array:
     """int32 `[C, L, G, n]`, home slots first."""
     home = np.broadcast_to(problem.base_LGH, (len(replica_CLGS), *problem.base_LGH.shape))
-    return np.concatenate([home, replica_CLGS], axis=3)
+    # In C order whatever the parts' order: broadcast parts would give another one.
+    return np.ascontiguousarray(np.concatenate([home, replica_CLGS], axis=3))
 
 
 def _share_out(problem: Problem, slots_CLGn: Int32Array, weight_CLGn: Int64Array) -> Int64Array:

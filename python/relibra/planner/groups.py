@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relibra.planner.balance import plan_relibra
+from relibra.planner.expert_groups import plan_relibra
 from relibra.planner.objective import objective_of
 from relibra.planner.problem import make_problem
 from relibra.planner.strategies import finish_plan
@@ -22,8 +23,6 @@ from relibra_kernels.checks import check_int
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from relibra.cost_model import CostModel
     from relibra.layout import ExpertLayout
     from relibra.load_matrix import LoadMatrix
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 _FULL_WEIGHT = 64
 # Exponent of the share that a round multiplies weights by: a group 1 % behind gains 10 %.
 _SHARPNESS = 10
+_MOST_ROUNDS = 1 << 10
 
 
 def plan_groups(
@@ -78,20 +78,18 @@ def plan_groups(
         >>> [plan.report.imbalance_mean for plan in plans], plans[0].layouts == plans[1].layouts
         ([1.0, 1.0], True)
     """
-    check_int("rounds", rounds, minimum=1)
-    if not loads:
-        raise PlanError("loads: need at least one EP group, got none")
-    names = list(loads[0])
-    for index, one in enumerate(loads):
-        if list(one) != names:
-            raise PlanError(f"loads[{index}]: need the passes {names} of group 0, got {list(one)}")
+    check_int("rounds", rounds, minimum=1, maximum=_MOST_ROUNDS)
+    _check_groups(loads)
     alone = [make_problem(one, topology, model, layout, config, None, cost_model) for one in loads]
     start = time.perf_counter()
     weight = [_FULL_WEIGHT] * len(loads)
     best: tuple[int, Outcome] | None = None
     for _ in range(rounds if len(loads) > 1 else 1):
         joined = _joined(alone, weight)
-        outcome = plan_relibra(joined)
+        try:
+            outcome = plan_relibra(joined)
+        except PlanError as error:
+            raise PlanError(_with_groups(str(error), alone)) from None
         # Equal totals are planned once, under the first name that has them.
         passes = {name: outcome.passes[joined.same_as[name]] for name in joined.loads}
         outcome = replace(outcome, passes=passes)
@@ -109,6 +107,29 @@ def plan_groups(
         finish_plan(one, _part(one, best[1], index), "relibra", elapsed_ms)
         for index, one in enumerate(alone)
     )
+
+
+def _check_groups(loads: object) -> None:
+    """Loads by pass for each group, the same passes in all."""
+    if not isinstance(loads, Sequence):
+        raise TypeError(f"loads: need a sequence of EP groups, got {type(loads).__name__}")
+    if not loads:
+        raise PlanError("loads: need at least one EP group, got none")
+    for index, one in enumerate(loads):
+        if not isinstance(one, Mapping):
+            raise TypeError(f"loads[{index}]: need loads by pass, got {type(one).__name__}")
+        if list(one) != list(loads[0]):
+            raise PlanError(
+                f"loads[{index}]: need the passes {list(loads[0])} of group 0, got {list(one)}"
+            )
+
+
+def _with_groups(text: str, alone: Sequence[Problem]) -> str:
+    """A message about the joined problem, with the names that the caller knows."""
+    for index, problem in enumerate(alone):
+        for name in problem.loads:
+            text = text.replace(repr(_key(name, index)), f"{name!r} of group {index}")
+    return text
 
 
 def _key(name: str, group: int) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from relibra.cost_model import CostModel
 from relibra.layout import ExpertLayout, Int32Array, Int64Array
+from relibra.limits import MAX_EP_RANKS
 from relibra.load_matrix import LoadMatrix
 from relibra.plan_config import DEFAULT_PASS_WEIGHT, PlannerConfig
 from relibra.presets import find_hardware
@@ -202,6 +203,12 @@ class Problem:
         """int32 `[L, G, H]` of the base layouts."""
         return np.stack([layout.home_slot_expert_GH for layout in self.base_layouts])
 
+    def with_config(self, config: PlannerConfig) -> Problem:
+        """The same input, which passes are the same included, with other settings."""
+        changed = replace(self, config=config)
+        vars(changed)["same_as"] = self.same_as  # fills in the cached property
+        return changed
+
     def only_layers(self, first: int, last: int) -> Problem:
         """The same input for some layers; which passes are the same is still decided on all."""
         part = replace(
@@ -290,6 +297,8 @@ def make_problem(
                 raise TypeError(f"{where}: need pass names of type str, got {name!r}")
             _check_loads(f"{where}[{name!r}]", matrix, topology, model)
     ranks, experts = topology.num_ranks, model.num_experts
+    if ranks > MAX_EP_RANKS:
+        raise PlanError(f"topology: need at most {MAX_EP_RANKS} ranks to plan, got {ranks}")
     if experts % ranks and not config.allow_filler:
         raise PlanError(
             f"num_experts: need a multiple of {ranks} ranks with allow_filler=False, got {experts}"
@@ -303,6 +312,11 @@ def make_problem(
     if token_sample is not None:
         token_sample = as_token_sample(token_sample)
         token_sample.check(model.num_layers, experts, ranks)
+        if config.expert_groups:
+            raise PlanError(
+                f"token_sample: need none with expert_groups={config.expert_groups}, which says "
+                "what stays together"
+            )
     return Problem(
         dict(loads),
         topology,

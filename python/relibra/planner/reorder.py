@@ -29,6 +29,8 @@ _GROUPING_SHARE = 0.6
 _INSIDE_SHARE = 5
 # Solver calls of the last touch inside nodes: one for so many proposals, about a tenth of the time.
 _PROPOSALS_PER_SOLVE = 250
+# Base layouts further above the search from scratch are no start for swaps.
+_NEAR = 1.1
 
 
 class Reorder:
@@ -128,8 +130,12 @@ class Reorder:
         )
         return home_LGH
 
-    def warm(self) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
+    def warm(self, cold_L: Int64Array | None = None) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
         """Improving swaps from the base layouts.
+
+        Args:
+            cold_L: int64 `[L]`, objective of a search from scratch; base layouts far above it stay
+                as they are, since swaps from there hardly ever reach it. None searches everywhere.
 
         Returns:
             The layouts, and bool `[L]`, layers that changed. A layer changes only when a swap of
@@ -141,7 +147,13 @@ class Reorder:
         before_LE = np.empty(self.load_LEC.shape[:2], np.int32)
         before_LE[layers, base_LGH[layers, ranks, slots]] = self._bin_of_rank_G[ranks]
         after_LE = before_LE.copy()
-        for members, capacity_B in self._equal_capacities(before_LE):
+        is_near_L = np.ones(len(before_LE), np.bool_)
+        if cold_L is not None:
+            is_near_L = self._objective_of(before_LE) <= _NEAR * cold_L
+        for group, capacity_B in self._equal_capacities(before_LE):
+            members = group[is_near_L[group]]
+            if len(members) == 0:
+                continue
             after_LE[members], _, _ = native.planner().assign_bins(
                 self.load_LEC[members],
                 capacity_B,
@@ -158,6 +170,13 @@ class Reorder:
         else:
             home_LGH = _swap_places(base_LGH, before_LE, after_LE)
         return self._relabel(home_LGH), changed_L
+
+    def _objective_of(self, bin_LE: Int32Array) -> npt.NDArray[np.float64]:
+        """Sum over columns of the fullest bin, as of `cold_bins`, float64 `[L]`, exact."""
+        in_bin_LBE = bin_LE[:, None] == np.arange(len(self._scale_B))[:, None]
+        rows_LBC = np.matmul(in_bin_LBE.astype(np.float64), self.load_LEC.astype(np.float64))
+        largest: npt.NDArray[np.float64] = (rows_LBC * self._scale_B[:, None]).max(1).sum(1)
+        return largest
 
     def near(
         self, home_LGH: Int32Array, layers: npt.NDArray[np.int64], price_rows: int

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from relibra.plan import StepPlan
-from relibra.planner import balance, baselines, bounds, copy_baselines, eplb
+from relibra.planner import balance, baselines, bounds, copy_baselines, eplb, expert_groups
 from relibra.planner.problem import make_problem
 from relibra_kernels.checks import describe
 from relibra_kernels.errors import PlanError
@@ -44,9 +44,9 @@ STRATEGIES: Mapping[str, Callable[[Problem], Outcome]] = MappingProxyType(
         "eplb_micro_batch": partial(eplb.plan_eplb, loads="micro_batch"),
         "eplb_micro_batch_flat": partial(eplb.plan_eplb, loads="micro_batch", flat=True),
         "lplb_like": eplb.plan_lplb_like,
-        "reorder_only": balance.plan_reorder_only,
+        "reorder_only": expert_groups.plan_reorder_only,
         "replicate_only": balance.plan_replicate_only,
-        "relibra": balance.plan_relibra,
+        "relibra": expert_groups.plan_relibra,
         "force_balanced": bounds.plan_force_balanced,
         "node_ideal": bounds.plan_node_ideal,
         "ideal": bounds.plan_ideal,

@@ -134,3 +134,11 @@ def test_without_slots_every_baseline_is_none(strategy: str) -> None:
     assert np.array_equal(
         loads(make_plan(rows, strategy, slots=0)), loads(make_plan(rows, "none", slots=0))
     )
+
+
+@pytest.mark.parametrize("strategy", ["split_only", "place_only", "donor_only"])
+def test_empty_micro_batches_on_one_rank_are_planned(strategy: str) -> None:
+    """Arrays of length-one axes keep other orders in memory than the native code reads."""
+    loads = {"train": LoadMatrix(np.zeros((2, 1, 1, 2), np.int32))}
+    plan = plan_step(loads, Topology(1, 1), model=ModelShape(2, 1, (0,)), strategy=strategy)
+    assert plan.report.worst_rank_rows == 0

@@ -74,6 +74,29 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         plan_groups([group_loads(1), {"x": group_loads(1)["train"]}], TOPOLOGY, model=SHAPE)
 
 
+@pytest.mark.parametrize(
+    ("loads", "error", "message"),
+    [
+        ({"train": 1}, TypeError, "loads: need a sequence of EP groups, got dict"),
+        ([3], TypeError, r"loads\[0\]: need loads by pass, got int"),
+        ([], PlanError, "loads: need at least one EP group"),
+    ],
+)
+def test_what_is_no_loads_of_groups(loads: object, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan_groups(loads, Topology(2, 2), model=ModelShape(8, 1, (0,)))
+
+
+def test_a_cap_that_one_group_breaks_names_the_group() -> None:
+    sizes = [(1, 1, 4, 8), (1, 1, 4, 8)]
+    loads = [{"train": LoadMatrix(np.full(size, 1 + 8 * i))} for i, size in enumerate(sizes)]
+    config = PlannerConfig(max_rows_per_rank=20)
+    with pytest.raises(PlanError, match="of pass 'train' of group 1, got 20"):
+        plan_groups(loads, Topology(2, 2), model=ModelShape(8, 1, (0,)), config=config)
+    with pytest.raises(ValueError, match="rounds: need 1 to 1024"):
+        plan_groups(loads, Topology(2, 2), model=ModelShape(8, 1, (0,)), rounds=10**9)
+
+
 @pytest.mark.parametrize("cost", ["rows", "time"])
 def test_three_optimizer_steps_and_an_epoch_keep_the_plan_exact(cost: str) -> None:
     """Replayed ids do not change when weights do: every source finds quota for every row."""

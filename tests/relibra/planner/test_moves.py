@@ -1,5 +1,7 @@
 """Layouts from batch to batch when moving an expert has a price."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -33,8 +35,13 @@ def drifting_loads(
 @pytest.mark.parametrize(
     ("cost", "seed"), [("rows", 16), ("rows", 0), ("rows", 1), ("time", 16), ("time", 0)]
 )
-def test_plan_16_loads_that_drift(cost: str, seed: int) -> None:
-    """Modelled moves are dear, so time mode may let imbalance grow; it must not move much."""
+def test_plan_16_loads_that_drift(
+    cost: str, seed: int, record_property: Callable[[str, object], None]
+) -> None:
+    """Modelled moves are dear, so time mode may let imbalance grow; it must not move much.
+
+    The report of the test run (`pytest --junitxml`) has both series.
+    """
     topology, shape = Topology(2, 4), ModelShape(64, 8, (0,), **SIZES)
     price = {"move_rows": 100} if cost == "rows" else {"horizon_steps": 20}
     config = PlannerConfig(cost=cost, proposals=20_000, **price)
@@ -49,6 +56,8 @@ def test_plan_16_loads_that_drift(cost: str, seed: int) -> None:
         if layout is not None:
             moved.append(plan.report.moved_experts)
         layout = plan.layouts
+    record_property("imbalance", [round(one, 4) for one in imbalance])
+    record_property("moved_experts", moved)
     if cost == "rows":
         assert np.mean(imbalance[-10:]) <= np.mean(imbalance[:10]) + 0.01
     assert 0 < np.mean(moved) <= 6.4

@@ -191,6 +191,23 @@ def test_all_tokens_on_one_expert() -> None:
     assert view.num_replicas == 1
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_without_rows_keep_a_home_and_are_never_copied(strategy: str) -> None:
+    rng = np.random.default_rng(1)
+    rows = rng.poisson(20 * np.exp(rng.normal(size=16)), (3, 2, 4, 16))
+    idle = [1, 2, 7, 15]
+    rows[..., idle] = 0
+    plan = plan_rows(rows, Topology(2, 2), strategy, replica_slots=2)
+    if not plan.is_executable:
+        return
+    for layer, layout in enumerate(plan.layouts):
+        assert layout.num_experts == 16
+        for micro_batch in range(3):
+            view = plan.replica_plan("train", micro_batch, layer)
+            assert not np.isin(view.replica_slot_expert_GS, idle).any()
+            assert not view.slot_rows_Gn[np.isin(view.slot_expert_Gn, idle)].any()
+
+
 def test_counts_up_to_the_limit_of_int32() -> None:
     rows = np.full((2, 1, 4, 8), 2**31 - 1, np.int64)
     rows[:, :, :, :2] = 0

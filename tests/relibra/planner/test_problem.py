@@ -78,3 +78,17 @@ def test_arguments_that_do_not_fit_are_refused(
 def test_settings_out_of_range_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         PlannerConfig(**change)  # type: ignore[arg-type]
+
+
+def test_groups_of_more_ranks_than_any_job_has_are_refused_at_once() -> None:
+    """Exact relabelling of 4,096 ranks would take minutes a layer."""
+    shape = ModelShape(2, 1, (0,))
+    widest = LoadMatrix(np.ones((1, 1, 1024, 2), np.int32))
+    plan = plan_step({"train": widest}, Topology(128, 8), model=shape, strategy="none")
+    assert plan.topology.num_ranks == 1024
+    with pytest.raises(PlanError, match="topology: need at most 1024 ranks to plan, got 1032"):
+        plan_step(
+            {"train": LoadMatrix(np.ones((1, 1, 1032, 2), np.int32))},
+            Topology(129, 8),
+            model=shape,
+        )

@@ -24,7 +24,9 @@ def make_loads() -> dict[str, LoadMatrix]:
 
 
 @pytest.mark.parametrize("layers_at_once", [1, 2, 9])
-@pytest.mark.parametrize("strategy", ["relibra", "reorder_only", "lpt", "eplb_oracle"])
+@pytest.mark.parametrize(
+    "strategy", ["relibra", "reorder_only", "lpt", "eplb_oracle", "force_balanced"]
+)
 def test_pieces_are_the_plan_of_one_call(strategy: str, layers_at_once: int) -> None:
     loads = make_loads()
     stream = PlanStream(

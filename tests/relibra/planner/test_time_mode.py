@@ -194,11 +194,31 @@ def test_a_memory_cap_names_what_does_not_fit() -> None:
     fits = make(rows, Topology(2, 2), cost="rows", top_k=1, max_rows_per_rank=2060)
     assert fits.report.worst_rank_rows <= 2060
     message = (
-        r"max_rows_per_rank: need memory for \d+ rows on rank \d in layer 1, micro-batch 1 of "
-        r"pass 'train', got 1000: \d+ too few \(1 uses do not fit\)"
+        # Expert 5 has 4,000 rows, its node 4,120 and at best 2,060 a rank.
+        r"max_rows_per_rank: need memory for 2060 rows on rank \d in layer 1, micro-batch 1 of "
+        r"pass 'train', got 1000: 1060 too few \(1 uses do not fit\)"
     )
     with pytest.raises(PlanError, match=message):
         make(rows, Topology(2, 2), cost="rows", top_k=1, max_rows_per_rank=1000)
+
+
+def test_a_memory_cap_names_rank_layer_micro_batch_and_pass() -> None:
+    """Without replicas every row stays at home, so each number is known by hand."""
+    fits = np.full((3, 2, 4, 8), 10, np.int32)
+    rows = fits[:2].copy()
+    rows[1, 1, :, 5] = 1000  # home on rank 2, beside expert 4
+    with pytest.raises(
+        PlanError,
+        match=r"need memory for 4040 rows on rank 2 in layer 7, micro-batch 1 of pass 'train', "
+        r"got 1000: 3040 too few \(1 uses do not fit\)",
+    ):
+        plan_step(
+            {"logprob": LoadMatrix(fits), "train": LoadMatrix(rows)},
+            Topology(2, 2),
+            model=ModelShape(8, 1, (3, 7)),
+            config=PlannerConfig(replica_slots=0, max_rows_per_rank=1000),
+            strategy="replicate_only",
+        )
 
 
 def test_memory_comes_before_time() -> None:
