@@ -1,15 +1,16 @@
 """Published claims next to what the simulator says. Nothing is fitted; the error is printed.
 
-    python perf/reproduce_paper.py                 about two minutes
+    python perf/reproduce_paper.py                 about a minute
     python perf/reproduce_paper.py --smoke         seconds, small sizes: the rows mean nothing
 
-Published values are those that the project's design documents quote (ReLibra's paper, UltraEP);
-a claim whose value they do not quote has the simulated value alone. The papers' routing data are
-not at hand, so the loads come from the package's seeded generator (`relibra.synthetic`, three kinds
-stand for data sets) and the hardware is a preset: an error says how far apart two different
-experiments are, no more. Every value is simulated except planning, which is measured. Plans are
-those of the planner's cost mode `rows`; "net" charges one batch with all moves from the contiguous
-layout.
+Published values are those of the papers' abstracts and those that the project's design documents
+quote (ReLibra, arXiv 2605.08639; UltraEP, arXiv 2606.04101); a claim without either has the
+simulated value alone. The papers' routing data are not at hand, so the loads come from the
+package's seeded generator (`relibra.synthetic`, three kinds stand for data sets) and the hardware
+is a preset: an error says how far apart two different experiments are, no more. The cost model and
+its presets were fixed before the comparison. Every value is simulated except planning, which is
+measured. Plans are those of the planner's cost mode `rows`; "net" charges one batch with all moves
+from the contiguous layout. An error compares the middles of both ranges, "up to" the high ends.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from relibra.simulate_input import SyntheticSource
 
 PAPER, ULTRA = "ReLibra's paper, quoted in issue 3", "UltraEP, quoted in issue 3"
 ULTRA_SYNC = "UltraEP, quoted in replica_sync.md"
+PAPER_ABSTRACT, ULTRA_ABSTRACT = "ReLibra's abstract", "UltraEP's abstract"
 NOT_QUOTED = "not quoted"
 KINDS = ("medium", "volatile", "qwenlike")
 MODEL_NAMES = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5-Air", "DeepSeek-V3")
@@ -44,7 +46,6 @@ COMPARED = {
     "eplb_oracle": "EPLB+ (given this batch)",
     "lplb_like": "LPLB+-like",
     "force_balanced": "Balanced (uniform router)",
-    "relibra": "relibra",
 }
 ABLATION = (
     "lpt",
@@ -68,6 +69,7 @@ class Row:
         simulated: low and high end over the settings.
         unit: of both.
         how: settings, and whether net or gross.
+        up_to: the published value is the best of several; compared with our best.
     """
 
     claim: str
@@ -76,13 +78,15 @@ class Row:
     simulated: tuple[float, float]
     unit: str
     how: str
+    up_to: bool = False
 
     @property
     def error(self) -> str:
-        """Distance of the simulated range's middle from the published middle."""
+        """Distance of the simulated value from the published one."""
         if self.published is None:
             return ""
-        ours, theirs = fmean(self.simulated), fmean(self.published)
+        middle = max if self.up_to else fmean
+        ours, theirs = middle(self.simulated), middle(self.published)
         return f"{100 * (ours / theirs - 1):+.0f} %"
 
 
@@ -93,7 +97,7 @@ def span(values: list[float]) -> tuple[float, float]:
 def study(args: argparse.Namespace, **more: object) -> list[tuple[str, str, BatchResult]]:
     """(model, kind, result) of all sizes and orders."""
     found = []
-    names = tuple(name for name in (*COMPARED, *ABLATION) if name in STRATEGIES)
+    names = tuple(name for name in (*COMPARED, *ABLATION, "relibra") if name in STRATEGIES)
     models = more.get("models", args.models)
     for kind in more.get("kinds", args.kinds):
         for model_name in models:
@@ -114,16 +118,33 @@ def study(args: argparse.Namespace, **more: object) -> list[tuple[str, str, Batc
 
 
 def throughput_rows(runs: list[tuple[str, str, BatchResult]]) -> list[Row]:
-    """Throughput against none, by model and kind, over sizes and both orders."""
+    """Throughput of relibra by model and kind, over sizes and both orders, and the headlines."""
     rows = []
+    batches = [run[2] for run in runs]
+    for other, published in (("none", 1.6), ("eplb_oracle", 1.2)):
+        for net in (False, True):
+            ratios = span([batch.ratio("relibra", other, net=net) for batch in batches])
+            claim = f"throughput, all models and kinds: relibra / {COMPARED[other]}, up to"
+            how = f"{'net' if net else 'gross'}, {sizes(batches)}"
+            rows.append(Row(claim, (published,) * 2, PAPER_ABSTRACT, ratios, "x", how, up_to=True))
+    for name, published, source in (
+        ("relibra", (0.90, 0.94), PAPER_ABSTRACT),
+        ("donor_only", (0.943, 0.943), ULTRA_ABSTRACT),
+    ):
+        ratios = span([batch.ratio(name, "force_balanced") for batch in batches])
+        claim = f"throughput, all models and kinds: {name} / {COMPARED['force_balanced']}"
+        rows.append(Row(claim, published, source, ratios, "x", f"net, {sizes(batches)}"))
+    ratios = span([batch.ratio("donor_only") for batch in batches])
+    claim = "throughput, all models and kinds: donor_only (UltraEP-like) / none"
+    rows.append(Row(claim, (1.49, 1.49), ULTRA_ABSTRACT, ratios, "x", f"net, {sizes(batches)}"))
     for model in dict.fromkeys(run[0] for run in runs):
         for kind in dict.fromkeys(run[1] for run in runs if run[0] == model):
             chosen = [run[2] for run in runs if run[:2] == (model, kind)]
             for name, title in COMPARED.items():
-                if name == "none" or name not in chosen[0].results:
+                if name not in chosen[0].results:
                     continue
-                ratios = span([batch.ratio(name) for batch in chosen])
-                claim = f"throughput, {model}, {kind}: {title} / none"
+                ratios = span([batch.ratio("relibra", name) for batch in chosen])
+                claim = f"throughput, {model}, {kind}: relibra / {title}"
                 rows.append(Row(claim, None, NOT_QUOTED, ratios, "x", f"net, {sizes(chosen)}"))
     return rows
 
@@ -161,6 +182,13 @@ def imbalance_rows(runs: list[tuple[str, str, BatchResult]]) -> list[Row]:
             Row(f"imbalance of relibra, EP {ranks}", (1.0, 1.08), PAPER, values, "max/mean",
                 "published range is over EP 8-64; ours over kinds and orders")
         )  # fmt: skip
+    for claim, published, name in (
+        ("imbalance of none, all EP sizes", (1.30, 4.01), "none"),
+        ("imbalance after replication, all EP sizes, donor_only", (1.01, 1.04), "donor_only"),
+        ("imbalance after replication, all EP sizes, relibra", (1.01, 1.04), "relibra"),
+    ):
+        values = span([imbalance(run[2], name) for run in runs])
+        rows.append(Row(claim, published, ULTRA_ABSTRACT, values, "max/mean", "kinds and orders"))
     ultra = {8: 1.51, 16: 2.01, 32: 3.03}
     for ranks, published in ultra.items():
         batches = [run[2] for run in runs if run[2].num_ranks == ranks]
@@ -247,6 +275,11 @@ def ultra_sync_rows(args: argparse.Namespace) -> list[Row]:
     rows = []
     for name in ("donor_only", "relibra"):
         plan = batch.results[name].plan
+        planner_us = 1e6 * batch.results[name].planner_s / (2 * 2)
+        rows.append(
+            Row(f"planning of a layer and micro-batch, {name}", None, NOT_QUOTED,
+                (planner_us,) * 2, "us", "measured here, one node of NVL72; 2 x 2 planned together")
+        )  # fmt: skip
         cost = settings.cost(ranks, plan.shape)
         home = np.stack([layout.home_rank_E for layout in plan.layouts])
         out, into = push_counts(plan.passes["train"].replica_slot_expert_MLGS, home)

@@ -15,10 +15,21 @@ BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON_BLOCKS)))
-def test_python_blocks_run(number, tmp_path):
+def test_python_blocks_run_and_print_what_is_said(number, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(PYTHON_BLOCKS[number])
-    subprocess.run([sys.executable, script], check=True, cwd=tmp_path, timeout=100)
+    done = subprocess.run(
+        [sys.executable, script],
+        check=True,
+        cwd=tmp_path,
+        timeout=100,
+        capture_output=True,
+        text=True,
+    )
+    after = TEXT.split(PYTHON_BLOCKS[number])[1]
+    printed = re.match(r"```\s+Prints `([^`]+)`", after)
+    assert printed, "say after the block what it prints"
+    assert printed[1] in done.stdout
 
 
 @pytest.mark.parametrize("number", range(len(BASH_BLOCKS)))
@@ -28,6 +39,17 @@ def test_commands_run_one_after_the_other(number, tmp_path):
         assert words[0] == "relibra"
         program = [sys.executable, "-m", "relibra", *words[1:]]
         subprocess.run(program, check=True, cwd=tmp_path, timeout=110, capture_output=True)
+
+
+def test_pictures_and_linked_files_are_there():
+    linked = re.findall(r"\]\(([^):]+)\)", TEXT)
+    pictures = [ROOT / name for name in linked if name.endswith(".png")]
+    assert pictures
+    assert all((ROOT / name).is_file() for name in linked)
+    assert all(picture.stat().st_size < 150_000 for picture in pictures)
+    assert all(
+        picture.relative_to(ROOT).as_posix() in TEXT.split("--plot ")[1] for picture in pictures
+    )
 
 
 def test_readme_shows_commands_and_a_quick_start():

@@ -10,6 +10,7 @@ from relibra.composition import Budgets as Budgets
 from relibra.composition import Composition as Composition
 from relibra.composition import Sample as Sample
 from relibra.composition import Samples as Samples
+from relibra.cost_model import CostModel as CostModel
 from relibra.formats import load_routing as load_routing
 from relibra.layout import ExpertLayout as ExpertLayout
 from relibra.load_matrix import LoadMatrix as LoadMatrix
@@ -20,10 +21,17 @@ from relibra.plan import ReplicaPlan as ReplicaPlan
 from relibra.plan import StepPlan as StepPlan
 from relibra.plan_config import PlannerConfig as PlannerConfig
 from relibra.plan_report import PlanReport as PlanReport
+from relibra.planner import PlanStream as PlanStream
+from relibra.planner import place_samples as place_samples
+from relibra.planner import plan_groups as plan_groups
 from relibra.planner import plan_step as plan_step
+from relibra.planner import sample_costs as sample_costs
+from relibra.rank_order import ExpertGroup as ExpertGroup
+from relibra.rank_order import expert_groups as expert_groups
 from relibra.runtime import Runtime as Runtime
 from relibra.shape import ModelShape as ModelShape
 from relibra.step import TrainingStep as TrainingStep
+from relibra.token_sample import TokenSample as TokenSample
 from relibra.topology import Topology as Topology
 from relibra.trace import DispatchRows as DispatchRows
 from relibra.trace import RoutingTrace as RoutingTrace

@@ -286,6 +286,32 @@ class ArrayArchive:
         return member
 
 
+def check_output(path: str | Path) -> Path:
+    """The path, if a file may appear there; a device or a pipe would be replaced, so none may be.
+
+    Args:
+        path: the file that is to appear.
+
+    Raises:
+        OSError: `path` is a folder or another thing that is no file, or lies in no folder, or the
+            folder cannot be written to.
+
+    Example:
+        >>> check_output("plan.npz").name
+        'plan.npz'
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"need a folder {path.parent} to write {path.name}, got none")
+    if path.is_dir():
+        raise IsADirectoryError(f"need a file to write, got the folder {path}")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"need a plain file to write, got {path}, a device or a pipe")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"need a folder that can be written to, got {path.parent}")
+    return path
+
+
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """A name beside `path` to write to; what is there replaces `path` when the block ends well.
@@ -294,7 +320,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         path: the file that is to appear.
 
     Raises:
-        OSError: `path` is a folder, or in none.
+        OSError: as `check_output`.
 
     Example:
         >>> with whole_file("no/such/folder/plan.npz") as partial:
@@ -302,11 +328,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         Traceback (most recent call last):
         FileNotFoundError: need a folder no/such/folder to write plan.npz, got none
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"need a folder {path.parent} to write {path.name}, got none")
-    if path.is_dir():
-        raise IsADirectoryError(f"need a file to write, got the folder {path}")
+    path = check_output(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield partial

@@ -167,6 +167,7 @@ def _describe_plan(plan: StepPlan) -> dict[str, Any]:
     return {
         "kind": "plan",
         "strategy": plan.strategy,
+        "cost": plan.config.cost,
         "nodes": plan.topology.num_nodes,
         "ranks": plan.topology.num_ranks,
         "moe_layers": list(plan.shape.moe_layers),
@@ -174,6 +175,7 @@ def _describe_plan(plan: StepPlan) -> dict[str, Any]:
         "passes": {name: one.num_micro_batches for name, one in plan.passes.items()},
         "imbalance_mean": plan.report.imbalance_mean,
         "replicas": plan.report.replicas,
+        "static_copies": int((plan.static_slot_expert_LGX >= 0).sum()),
         "hash": plan.hash,
         "notes": [],
     }

@@ -10,17 +10,21 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 
 from relibra.array_files import clip
-from relibra.dealing import deal_loads
+from relibra.dealing import deal_loads, deal_rows
 from relibra.formats.npz import list_npz, read_npz
 from relibra.formats.trace_file import open_trace
 from relibra.limits import MAX_LAYERS
 from relibra.load_matrix import LoadMatrix
+from relibra.token_sample import TokenSample
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from relibra.trace import RoutingTrace
 
 # Width of output that goes to a file or a pipe, and the least that shows every table whole.
 _PIPE_COLUMNS, _LEAST_COLUMNS = 120, 104
@@ -38,6 +42,7 @@ class LoadsFile:
         top_k: K; None where the file has counts only.
         description: the file in words, one fact an item.
         notes: what was assumed.
+        sample: tokens of the batch, where they were asked for.
     """
 
     loads: LoadMatrix
@@ -45,10 +50,16 @@ class LoadsFile:
     top_k: int | None
     description: dict[str, object]
     notes: tuple[str, ...] = ()
+    sample: TokenSample | None = None
 
 
 def read_loads(
-    path: Path, num_ranks: int, *, sequences: int | None = None, num_experts: int | None = None
+    path: Path,
+    num_ranks: int,
+    *,
+    sequences: int | None = None,
+    num_experts: int | None = None,
+    sample_tokens: int = 0,
 ) -> LoadsFile:
     """Reads a trace and deals its sequences, or reads counts.
 
@@ -58,6 +69,7 @@ def read_loads(
         num_ranks: G.
         sequences: sequences of a micro-batch; None is one a rank.
         num_experts: E; None is what the file says or shows.
+        sample_tokens: tokens to take as a sample, spread evenly over the trace; 0 is none.
 
     Raises:
         OSError: no such file.
@@ -74,9 +86,11 @@ def read_loads(
             raise ValueError(
                 f"--micro-batch-sequences: need a trace, got counts (rows_MLGE) in {path.name}"
             )
+        if sample_tokens:
+            raise ValueError(f"--token-sample: need a trace, got counts (rows_MLGE) in {path.name}")
         shape = list(loads.rows_MLGE.shape)
         described: dict[str, object] = {"shape": shape, "order": "as in the file"}
-        note = "counts do not say K, so a plan file names 1"
+        note = "counts do not say K; a plan file names 1, or that of --model"
         return LoadsFile(loads, tuple(range(loads.num_layers)), None, described, (note,))
     trace = open_trace(path, num_experts)
     per = num_ranks if sequences is None else sequences
@@ -93,7 +107,20 @@ def read_loads(
         notes += (
             f"{int((~trace.valid).sum())} tokens have no known routing and are not planned for",
         )
-    return LoadsFile(loads, trace.moe_layers, trace.top_k, described, notes)
+    sample = _sample(trace, num_ranks, per, sample_tokens) if sample_tokens else None
+    return LoadsFile(loads, trace.moe_layers, trace.top_k, described, notes, sample)
+
+
+def _sample(trace: RoutingTrace, num_ranks: int, sequences: int, tokens: int) -> TokenSample:
+    """Tokens with known routing, evenly spread over the trace, with the ranks that send them."""
+    rank = np.full(trace.num_rows, -1, np.int32)
+    for ranks in deal_rows(trace, num_ranks, sequences):
+        for number, rows in enumerate(ranks):
+            rank[rows.source_row] = number
+    known = np.flatnonzero(trace.valid)
+    places = np.linspace(0, len(known) - 1, min(tokens, len(known))).astype(np.int64)
+    chosen = known[places]
+    return TokenSample(trace.ids[chosen].astype(np.int32), rank[chosen])
 
 
 def add_command(subparsers: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from relibra.array_files import check_output
 from relibra.cli_input import (
     LoadsFile,
     add_command,
@@ -17,9 +18,12 @@ from relibra.cli_input import (
     read_loads,
     whole_number,
 )
-from relibra.plan_config import PlannerConfig
+from relibra.cli_settings import Platform, add_planner_flags, planner_config, platform
+from relibra.cost_model import CostModel
+from relibra.plan import StepPlan
 from relibra.planner import STRATEGIES as known_strategies
 from relibra.planner import plan_step
+from relibra.presets import MODELS, find_model
 from relibra.report import LEGEND, plan_table
 from relibra.shape import ModelShape
 from relibra.topology import Topology
@@ -28,7 +32,8 @@ from relibra_kernels.checks import check_choice
 if TYPE_CHECKING:
     import argparse
 
-    from relibra.plan import StepPlan
+    from relibra.layout import ExpertLayout
+    from relibra.plan_config import PlannerConfig
 
 STRATEGIES = (
     "none", "lpt", "eplb_oracle", "replicate_only", "reorder_only", "relibra", "ideal",
@@ -42,8 +47,9 @@ are simulated from counts of rows, and only the planner's time is measured.
 
 examples:
   relibra plan trace.npz --nodes 4 --ranks-per-node 8 --micro-batch-sequences 8
-  relibra plan trace.safetensors --nodes 2 --ranks-per-node 8 --hidden-size 2048 --expert-size 768
   relibra plan counts.npz --nodes 8 --ranks-per-node 8 --strategy relibra --out plan.npz
+  relibra plan trace.npz --nodes 4 --ranks-per-node 8 --cost time --model gpt-oss-20b
+  relibra plan next.npz --nodes 4 --ranks-per-node 8 --layout plan.npz --static-copies 2
 
 exit codes: 0 planned, 2 bad usage or a file that cannot be used
 """
@@ -68,7 +74,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help=f"one or more, separated by commas (default: {', '.join(STRATEGIES)})",
     )
-    add("--replica-slots", type=whole_number(0), default=1, metavar="S", help="(default 1)")
     add(
         "--micro-batch-sequences",
         type=positive,
@@ -76,12 +81,17 @@ def add_parser(subparsers: Any) -> None:
         help="sequences of a micro-batch, a multiple or divisor of G (default: one a rank); a "
         "short last micro-batch is kept",
     )
-    add("--num-experts", type=positive, metavar="E", help="(default: largest id + 1)")
-    add("--hidden-size", type=positive, metavar="D", help="with --expert-size: pushes in bytes")
-    add("--expert-size", type=positive, metavar="F", help="with --hidden-size: pushes in bytes")
+    add("--num-experts", type=positive, metavar="E", help="(default: that of --model, else largest "
+        "id + 1)")  # fmt: skip
+    add("--model", metavar="NAME", help=f"sizes and dense part: {', '.join(MODELS)}")
+    add("--hidden-size", type=positive, metavar="D", help="with --expert-size, without --model")
+    add("--expert-size", type=positive, metavar="F", help="with --hidden-size, without --model")
     add("--dtype", default="bfloat16", help="of the expert weights (default %(default)s)")
-    add("--seed", type=whole_number(0), default=0, help="of the layout search (default 0)")
-    add("--threads", type=whole_number(0), default=0, help="0 = all; the plan is the same")
+    add_planner_flags(parser, cost="rows")
+    add("--layout", type=Path, metavar="plan.npz", help="start from the layouts of this plan")
+    add("--token-sample", type=whole_number(0), default=0, metavar="T", help="tokens of a trace "
+        "that show which experts are chosen together (default 0; 2000 are enough): relibra then "
+        "keeps those on one node")  # fmt: skip
     add("--out", type=Path, metavar="plan.npz", help="write the plan of relibra, or the only one")
     add("--with-quota", action="store_true", help="with --out: also the split by source rank")
 
@@ -100,42 +110,94 @@ def run(args: argparse.Namespace) -> int:
     """
     names = _strategies(args.strategy)
     saved = _name_to_save(args, names)
-    if (args.hidden_size is None) != (args.expert_size is None):
-        raise ValueError("--hidden-size, --expert-size: need both or neither, got one")
-    _keep_input(args)
+    _check_out(args)
+    config, target = planner_config(args), _platform(args)
     topology = Topology(args.nodes, args.ranks_per_node)
+    preset_experts = None if target.model is None else target.model.num_experts
     file = read_loads(
         args.trace,
         topology.num_ranks,
         sequences=args.micro_batch_sequences,
-        num_experts=args.num_experts,
+        num_experts=args.num_experts or preset_experts,
+        sample_tokens=args.token_sample,
     )
-    shape = ModelShape(
-        file.loads.num_experts,
-        file.top_k or 1,
-        file.moe_layers,
-        args.hidden_size,
-        args.expert_size,
-        args.dtype,
-    )
-    config = PlannerConfig(
-        replica_slots=args.replica_slots, seed=args.seed, num_threads=args.threads
-    )
+    shape = _shape(args, file, target)
+    cost_model = _cost_model(shape, topology, config, target)
+    layouts = None if args.layout is None else _layouts(args.layout)
     plans = []
     with _progress() as progress:
         task = progress.add_task("", total=len(names))
         for name in names:
             progress.update(task, description=name)
-            loads = {"train": file.loads}
-            plans.append(plan_step(loads, topology, model=shape, config=config, strategy=name))
+            plans.append(
+                plan_step(
+                    {"train": file.loads},
+                    topology,
+                    model=shape,
+                    layout=layouts,
+                    config=config,
+                    strategy=name,
+                    cost_model=cost_model,
+                    token_sample=file.sample,
+                )
+            )
             progress.advance(task)
     if saved is not None:
         plans[names.index(saved)].save(args.out, with_quota=args.with_quota)
     if args.json:
         print_json(_as_json(args, file, plans))
     else:
-        _print(args, file, plans)
+        _print(args, file, plans, target)
     return 0
+
+
+def _platform(args: argparse.Namespace) -> Platform:
+    """Checks the sizes of the model, and takes presets with what `--set` changes."""
+    if (args.hidden_size is None) != (args.expert_size is None):
+        raise ValueError("--hidden-size, --expert-size: need both or neither, got one")
+    if args.model is not None and args.hidden_size is not None:
+        raise ValueError("--model: need it without --hidden-size and --expert-size, got both")
+    if args.cost == "time" and args.model is None and args.hidden_size is None:
+        raise ValueError(
+            "--cost time: need --model, or --hidden-size and --expert-size, got none; models: "
+            + ", ".join(MODELS)
+        )
+    for name, given in (("--set", args.set), ("--hardware", args.hardware)):
+        if given and args.cost != "time":
+            raise ValueError(f"{name}: need --cost time, got {args.cost}")
+    return platform(args, None if args.model is None else find_model(args.model))
+
+
+def _shape(args: argparse.Namespace, file: LoadsFile, target: Platform) -> ModelShape:
+    """Sizes of the MoE layers of the file."""
+    top_k, sizes = file.top_k or 1, (args.hidden_size, args.expert_size)
+    if target.model is not None:
+        sizes = (target.model.hidden_size, target.model.expert_size)
+        top_k = file.top_k or target.model.top_k
+        if top_k != target.model.top_k:
+            raise ValueError(
+                f"--model: need K {top_k} like {args.trace.name}, {target.model.name} has "
+                f"{target.model.top_k}"
+            )
+    return ModelShape(file.loads.num_experts, top_k, file.moe_layers, *sizes, args.dtype)
+
+
+def _cost_model(
+    shape: ModelShape, topology: Topology, config: PlannerConfig, target: Platform
+) -> CostModel | None:
+    if config.cost != "time":
+        return None
+    recompute = "full" if config.full_recompute else "none"
+    return CostModel(
+        target.hardware, shape, topology, target.model, recompute=recompute, **target.cost_fields
+    )
+
+
+def _layouts(path: Path) -> tuple[ExpertLayout, ...]:
+    """Layouts that an earlier plan ends with."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--layout: need a plan file, got {path}")
+    return StepPlan.load(path).layouts
 
 
 def _strategies(asked: list[str] | None) -> list[str]:
@@ -160,11 +222,17 @@ def _name_to_save(args: argparse.Namespace, names: list[str]) -> str | None:
     return "relibra"
 
 
-def _keep_input(args: argparse.Namespace) -> None:
-    """Refuses to write the plan over the file it is made from, by whatever name."""
-    both = args.out is not None and args.out.exists() and args.trace.exists()
-    if both and args.out.samefile(args.trace):
-        raise ValueError(f"--out: need another file than TRACE, got {args.out}")
+def _check_out(args: argparse.Namespace) -> None:
+    """Refuses a path that cannot be written, or that the plan is made from, before planning."""
+    if args.out is None:
+        return
+    for name, path in (("TRACE", args.trace), ("--layout", args.layout)):
+        if path is not None and args.out.exists() and path.exists() and args.out.samefile(path):
+            raise ValueError(f"--out: need another file than {name}, got {args.out}")
+    try:
+        check_output(args.out)
+    except OSError as error:
+        raise type(error)(f"--out: {error}") from None
 
 
 def _progress() -> Progress:
@@ -192,6 +260,9 @@ def _as_json(args: argparse.Namespace, file: LoadsFile, plans: list[StepPlan]) -
         "num_nodes": args.nodes,
         "ranks_per_node": args.ranks_per_node,
         "replica_slots": args.replica_slots,
+        "planner": plans[0].config.as_dict(),
+        "layout": None if args.layout is None else args.layout.name,
+        "token_sample": 0 if file.sample is None else len(file.sample.ids_TLK),
         "strategies": {
             plan.strategy: {**plan.report.as_dict(), "is_executable": plan.is_executable}
             for plan in plans
@@ -200,7 +271,9 @@ def _as_json(args: argparse.Namespace, file: LoadsFile, plans: list[StepPlan]) -
     }
 
 
-def _print(args: argparse.Namespace, file: LoadsFile, plans: list[StepPlan]) -> None:
+def _print(
+    args: argparse.Namespace, file: LoadsFile, plans: list[StepPlan], target: Platform
+) -> None:
     out, loads = console(), file.loads
     facts = [f"{name.replace('_', ' ')} {value}" for name, value in file.description.items()]
     out.print(f"{args.trace.name}: {', '.join(facts)}", soft_wrap=True)
@@ -210,11 +283,19 @@ def _print(args: argparse.Namespace, file: LoadsFile, plans: list[StepPlan]) -> 
     out.print(
         f"{loads.num_micro_batches} micro-batches, {loads.num_layers} MoE layers, "
         f"E {loads.num_experts}{top_k}; {args.nodes} node{'s' * (args.nodes > 1)} x "
-        f"{args.ranks_per_node} ranks, S {args.replica_slots}"
+        f"{args.ranks_per_node} ranks, S {args.replica_slots}, static copies {args.static_copies}"
     )
+    mode = args.cost
+    if mode == "time":
+        model = "no dense part" if target.model is None else target.model.name
+        mode += f" ({target.hardware.name}, {model}, recompute {args.recompute})"
     out.print(
-        f"cost mode {plans[0].config.cost}; simulated from counts, only planner ms is measured"
+        f"cost mode {mode}; simulated from counts, only planner ms is measured", soft_wrap=True
     )
+    if args.layout is not None:
+        out.print(f"starts from the layouts of {args.layout.name}", soft_wrap=True)
+    if file.sample is not None:
+        out.print(f"token sample: {len(file.sample.ids_TLK)} tokens, used by relibra")
     report_only = [plan.strategy for plan in plans if not plan.is_executable]
     out.print(plan_table([plan.report for plan in plans], report_only))
     out.print(LEGEND, soft_wrap=True)

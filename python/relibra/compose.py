@@ -37,6 +37,7 @@ Projection: TypeAlias = "int | npt.ArrayLike | None"
 _EXACT = (16, 0.01)
 _PROJECTED = (2, 0.05)
 _BLOCK = 2048  # samples searched together
+_MAX_PLACES = 1 << 20  # micro-batches of an optimizer step times cells
 
 _LIMITS = {1: "tokens", 2: "attention_cost", 3: "count", 4: "least_count"}
 
@@ -110,7 +111,10 @@ def compose(
     task = _Task.of(samples, cells, budgets, projection, keep)
     if current is not None:
         _check_current(current, samples, task)
-    options = (check_int("seed", seed, minimum=0), check_int("num_threads", num_threads, minimum=0))
+    options = (
+        check_int("seed", seed, minimum=0, maximum=(1 << 64) - 1),
+        check_int("num_threads", num_threads, minimum=0, maximum=1 << 16),
+    )
     micro_batch_J = np.empty(len(samples), np.int32)
     cell_J = np.empty(len(samples), np.int32)
     stats = []
@@ -198,13 +202,19 @@ class _Task:
         if isinstance(cells, Sequence | np.ndarray):
             group_C = int_array("cells", cells, (None,), maximum=max(len(cells), 1) - 1)
         else:
-            group_C = np.zeros(check_int("cells", cells, minimum=1), np.int64)
+            group_C = np.zeros(check_int("cells", cells, minimum=1, maximum=_MAX_PLACES), np.int64)
         if len(group_C) == 0 or set(group_C.tolist()) != set(range(int(group_C.max()) + 1)):
             raise PlanError(f"cells: need groups 0, 1, ... without a gap, got {group_C.tolist()}")
+        micro_batches = budgets.micro_batches_of(len(steps))
+        if max(micro_batches) * len(group_C) > _MAX_PLACES:
+            raise PlanError(
+                f"budgets.micro_batches: need at most {_MAX_PLACES} places, micro-batches of a "
+                f"step times cells, got {max(micro_batches)} x {len(group_C)}"
+            )
         features, feature_W, passes = _features(samples, projection)
         return cls(
             steps,
-            budgets.micro_batches_of(len(steps)),
+            micro_batches,
             group_C.astype(np.int32),
             budgets.limits(len(group_C)),
             features,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relibra.dispatch_rows import DispatchRows
+from relibra.limits import MAX_RANKS, check_count_bytes
 from relibra.load_matrix import LoadMatrix
 from relibra.trace import RoutingTrace
 from relibra_kernels.checks import check_int
@@ -39,7 +40,7 @@ def composed_loads(
         Gathered loads `[M, L, G, E]` with G = C * ranks_per_cell.
 
     Raises:
-        PlanError: a composition of other samples.
+        PlanError: a composition of other samples, too many ranks, or counts above int32.
 
     Example:
         >>> from relibra.composition import Composition, Samples
@@ -49,8 +50,11 @@ def composed_loads(
     """
     if composition.ids != samples.ids:
         raise PlanError("composition: need one of these samples")
-    ranks = check_int("ranks_per_cell", ranks_per_cell, minimum=1)
+    ranks = check_int("ranks_per_cell", ranks_per_cell, minimum=1, maximum=MAX_RANKS)
     _, num_layers, num_experts = samples.rows_JLE.shape
+    check_count_bytes(
+        composition.num_micro_batches, num_layers, composition.num_cells * ranks, num_experts
+    )
     cells = np.zeros(
         (composition.num_micro_batches, composition.num_cells, num_layers, num_experts), np.int64
     )
@@ -59,10 +63,9 @@ def composed_loads(
         cells[place] += samples.rows_JLE[sample]
     parts = [cells // ranks + (cells % ranks > rank) for rank in range(ranks)]
     rows = np.stack(parts, axis=2).reshape(len(cells), -1, num_layers, num_experts)
-    return LoadMatrix(
-        np.ascontiguousarray(rows.transpose(0, 2, 1, 3)).astype(np.int32),
-        composition.optimizer_step_M.astype(np.int32),
-    )
+    steps: Any = composition.optimizer_step_M
+    counts: Any = np.ascontiguousarray(rows.transpose(0, 2, 1, 3))
+    return LoadMatrix(counts, steps)  # which refuses what int32 does not hold
 
 
 def expert_nodes(layouts: Sequence[ExpertLayout], topology: Topology) -> Int32Array:

@@ -89,7 +89,7 @@ class Samples:
         tokens = int_array("tokens_J", self.tokens_J, (count,))
         attention: object = self.attention_cost_J
         if attention is None:
-            attention = tokens.astype(np.int64) ** 2
+            attention = np.minimum(tokens, 1 << 30) ** 2  # more is refused below, not wrapped
         group: object = self.group_J
         step: object = self.optimizer_step_J
         ids: object = self.ids
@@ -136,6 +136,9 @@ class Samples:
             ('a',)
         """
         samples = list(samples)
+        for one in samples:
+            if not isinstance(one, Sample):
+                raise TypeError(f"samples: need Sample, got {type(one).__name__}")
         rows = [int_array(f"rows_LE of {one.id!r}", one.rows_LE, (None, None)) for one in samples]
         for one, each in zip(samples, rows, strict=True):
             if each.shape != rows[0].shape:

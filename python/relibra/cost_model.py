@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from relibra.limits import LARGEST, LONGEST_S
 from relibra.presets import Hardware, ModelPreset
 from relibra.shape import ModelShape
 from relibra.token_copies import DISPATCHES, FloatArray, TokenCopies
 from relibra.topology import Topology
+from relibra_kernels.checks import check_int
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
@@ -113,14 +115,22 @@ class CostModel:
                 )
         if not 0 <= self.overlap <= 1:
             raise PlanError(f"overlap: need 0..1, got {self.overlap!r}")
-        for name in ("block_rows", "sequence_tokens", "in_flight", "data_parallel"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name}: need at least 1, got {getattr(self, name)!r}")
+        try:
+            for name, most in LARGEST.items():
+                check_int(name, getattr(self, name), minimum=1, maximum=most)
+        except (TypeError, ValueError) as error:
+            raise PlanError(str(error)) from None
         for name in ("dispatch_bytes", "combine_bytes"):
             if not 0 < getattr(self, name) <= 16:
                 raise PlanError(f"{name}: need 0 < bytes <= 16, got {getattr(self, name)!r}")
-        if self.window_s is not None and not self.window_s >= 0:
-            raise PlanError(f"window_s: need a time >= 0 or None, got {self.window_s!r}")
+        if self.window_s is not None and not 0 <= self.window_s <= 1e6:
+            raise PlanError(f"window_s: need seconds 0..1e+06 or None, got {self.window_s!r}")
+        for name, (longest, what) in LONGEST_S.items():
+            if getattr(self, name) > longest:
+                raise PlanError(
+                    f"hardware, shape: need at most {longest:g} s for {what}, got "
+                    f"{getattr(self, name):.3g} s"
+                )
 
     def with_values(self, **values: Any) -> CostModel:
         """The same with other choices.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from relibra.cost_model import CostModel, push_counts
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from relibra.token_copies import FloatArray, TokenCopies
 
 # Bytes of a parameter beside its bf16 weight: fp32 gradient; fp32 master weight and two moments.
-_GRADIENT_BYTES, _OPTIMIZER_BYTES = 4, 12
+GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,18 +66,22 @@ class PassCost:
             seconds = seconds + a * self.push + b * (self.push_backward + self.replica)
         return seconds
 
-    def seconds(self, *, net: bool = True, dense: str = "max") -> float:
+    def seconds(self, *, net: bool = True, dense: str = "max", stages: int = 1) -> float:
         """Of the whole pass: sum over micro-batches and layers, and the rest.
 
         Args:
             net: as in `layer_seconds`.
             dense: as in `layer_seconds`.
+            stages: pipeline stages, which share out the layers (see `stage_layers`) and the rest
+                evenly; the result is then that of `pipeline_seconds`.
         """
-        rest = (self.forwards + 2 * self.backwards) * float(self.rest_M.sum())
-        return float(self.layer_seconds(net=net, dense=dense).sum()) + rest
+        layer_ML = self.layer_seconds(net=net, dense=dense)
+        rest_M = (self.forwards + 2 * self.backwards) * self.rest_M / stages
+        parts = stage_layers(layer_ML.shape[1], stages)
+        return pipeline_seconds([layer_ML[:, one].sum(1) + rest_M for one in parts])
 
     def parts(self) -> dict[str, float]:
-        """Seconds of the whole pass by part; they add up to `seconds()`."""
+        """Seconds by part, all layers and micro-batches; they add up to `seconds()`."""
         a, b = self.forwards, self.backwards
         return {
             "dense": (a + 2 * b) * float(self.dense.sum() + self.rest_M.sum()),
@@ -182,6 +185,21 @@ def rest_seconds(
     return rest
 
 
+def stage_layers(num_layers: int, stages: int) -> list[slice]:
+    """Layers of each pipeline stage: neighbours, as equal in number as can be.
+
+    Args:
+        num_layers: L.
+        stages: of the pipeline, at most L.
+
+    Example:
+        >>> stage_layers(5, 2)
+        [slice(0, 3, None), slice(3, 5, None)]
+    """
+    bounds = [-(-num_layers * stage // stages) for stage in range(stages + 1)]
+    return [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+
+
 def pipeline_seconds(stage_M: list[FloatArray]) -> float:
     """Seconds of a step with pipeline stages.
 
@@ -245,6 +263,8 @@ def memory_forecast(
     cost: CostModel,
     copies: TokenCopies,
     slot_rows_MLGn: Int64Array | None = None,
+    *,
+    num_layers: int | None = None,
 ) -> MemoryForecast:
     """What the fullest rank needs, dense weights left out.
 
@@ -258,9 +278,11 @@ def memory_forecast(
         cost: the model.
         copies: tokens that travel.
         slot_rows_MLGn: rows that are executed in fact; None = those of the plan.
+        num_layers: MoE layers that a rank has, for which those of the plan stand; None = these.
     """
     one = plan.passes[pass_]
     rows = executed_rows(plan, pass_) if slot_rows_MLGn is None else slot_rows_MLGn
+    layers = rows.shape[1] if num_layers is None else num_layers
     padded = (-(-rows // cost.block_rows) * cost.block_rows).sum(-1).astype(np.float64)
     hidden, item = cost.hidden_size, cost.shape.item_bytes
     inner = cost.expert_params // (3 * hidden)
@@ -272,16 +294,16 @@ def memory_forecast(
         saved = saved + inside
     else:
         working = working + inside
-    by_micro_batch = saved.sum(1) * item
+    by_micro_batch = saved.sum(1) * (item * layers / rows.shape[1])
     alive = min(cost.in_flight, len(by_micro_batch))
     sums = np.concatenate([np.zeros((1, rows.shape[2])), np.cumsum(by_micro_batch, axis=0)])
     activations_G = (sums[alive:] - sums[:-alive]).max(0)
     working_G = working.max((0, 1)) * item
     rank = int((activations_G + working_G).argmax())
-    layers, home = rows.shape[1], plan.layouts[0].slots_per_rank
-    optimizer = _OPTIMIZER_BYTES / cost.data_parallel
-    state = layers * home * cost.expert_params * (item + _GRADIENT_BYTES + optimizer)
-    copies_bytes = one.replica_slots * cost.expert_params * (item + _GRADIENT_BYTES)
+    home = plan.layouts[0].slots_per_rank
+    optimizer = OPTIMIZER_BYTES / cost.data_parallel
+    state = layers * home * cost.expert_params * (item + GRADIENT_BYTES + optimizer)
+    copies_bytes = one.replica_slots * cost.expert_params * (item + GRADIENT_BYTES)
     return MemoryForecast(
         rank,
         int(rows.sum(-1).max(initial=0)),
@@ -292,80 +314,3 @@ def memory_forecast(
         int(copies_bytes),
         int(cost.hardware.memory_gb * 1e9),
     )
-
-
-def move_seconds(plan: StepPlan, pass_: str, cost: CostModel) -> float:
-    """Seconds of moving experts with their optimizer state from the base layouts, all layers.
-
-    Every rank sends and receives at once; those that leave the node use the rail. Strategies for
-    reports that name slots (EPLB) leave optimizer states where they are: every copy that is new on
-    a rank gets its weights from the base home and sends its gradient back, none of it hidden.
-
-    Args:
-        plan: the plan.
-        pass_: name of the pass.
-        cost: the model.
-    """
-    node = plan.topology.rank_to_node_G
-    if pass_ in plan.report_slots:
-        return _copy_seconds(plan, pass_, cost)
-    state = cost.expert_params * (cost.shape.item_bytes + _OPTIMIZER_BYTES / cost.data_parallel)
-    total = 0.0
-    for old, new in zip(plan.base_layouts, plan.layouts, strict=True):
-        experts = new.moved_experts(old)
-        sender, receiver = old.home_rank_E[experts], new.home_rank_E[experts]
-        total += _transfer_seconds(sender, receiver, node, state, cost)
-    return total
-
-
-def _copy_seconds(plan: StepPlan, pass_: str, cost: CostModel) -> float:
-    """Weights out and gradients home of copies that were not on their rank before."""
-    experts_MLGn = plan.report_slots[pass_].slot_expert_MLGn
-    size = cost.expert_params * (cost.shape.item_bytes + _GRADIENT_BYTES)
-    node, total = plan.topology.rank_to_node_G, 0.0
-    for layer, layout in enumerate(plan.base_layouts):
-        before = np.zeros((plan.topology.num_ranks, layout.num_experts), np.bool_)
-        before[layout.home_rank_E, np.arange(layout.num_experts)] = True
-        for slots_Gn in experts_MLGn[:, layer]:
-            now = np.zeros_like(before)
-            rank, slot = np.nonzero(slots_Gn >= 0)
-            now[rank, slots_Gn[rank, slot]] = True
-            new_rank, expert = np.nonzero(now & ~before)
-            total += _transfer_seconds(layout.home_rank_E[expert], new_rank, node, size, cost)
-            before = now
-    return total
-
-
-def static_seconds(plan: StepPlan, pass_: str, cost: CostModel) -> float:
-    """Seconds of refreshing the static copies and of their gradients, every optimizer step.
-
-    Args:
-        plan: the plan.
-        pass_: name of the pass.
-        cost: the model.
-    """
-    node, total = plan.topology.rank_to_node_G, 0.0
-    for layout, static_GX in zip(plan.layouts, plan.static_slot_expert_LGX, strict=True):
-        ranks, slots = np.nonzero(static_GX >= 0)
-        home = layout.home_rank_E[static_GX[ranks, slots]]
-        weights, gradients = cost.shape.item_bytes, _GRADIENT_BYTES
-        total += _transfer_seconds(home, ranks, node, cost.expert_params * weights, cost)
-        total += _transfer_seconds(ranks, home, node, cost.expert_params * gradients, cost)
-    return total * len(np.unique(plan.loads[pass_].optimizer_step_M))
-
-
-def _transfer_seconds(
-    sender: npt.NDArray[np.integer],
-    receiver: npt.NDArray[np.integer],
-    node_G: npt.NDArray[np.integer],
-    size: float,
-    cost: CostModel,
-) -> float:
-    """Slowest link when items of `size` bytes go from rank to rank at once."""
-    far = node_G[sender] != node_G[receiver]
-    seconds = 0.0
-    for chosen, rate in ((far, cost.hardware.nic_gb_per_s), (~far, cost.hardware.nvlink_gb_per_s)):
-        for ranks in (sender[chosen], receiver[chosen]):
-            most = int(np.bincount(ranks, minlength=len(node_G)).max())
-            seconds = max(seconds, most * size / (rate * 1e9))
-    return seconds

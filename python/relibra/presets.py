@@ -14,13 +14,27 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from relibra.limits import MAX_LAYERS, MAX_WIDTH
 from relibra.shape import ModelShape
+from relibra_kernels.checks import check_int
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _Preset = TypeVar("_Preset")
+# Far beyond every machine, and so that modelled picoseconds neither vanish nor leave int64.
+_RATES = (1e-3, 1e12)
+_OTHER = {"push_latency_us": (0.0, 1e6), "slot_us": (0.0, 1e6), "memory_gb": (1e-6, 1e12)}
+_SIZES = {
+    "num_layers": (1, MAX_LAYERS),
+    "dense_layers": (0, MAX_LAYERS),
+    "dense_size": (0, MAX_WIDTH),
+    "shared_size": (0, MAX_WIDTH),
+    "projection_params": (1, 1 << 40),
+    "score_size": (1, MAX_WIDTH),
+    "vocabulary": (1, 1 << 30),
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,8 @@ class Hardware:
         sources: where each number comes from, by field.
 
     Raises:
-        PlanError: a number that is not positive (t0 and c0 may be 0).
+        PlanError: a rate below 1e-3 or above 1e12, a t0 or c0 outside 0..1e6, or a memory
+            below 1e-6.
 
     Example:
         >>> HARDWARE["H100"].with_values(nic_gb_per_s=25.0).nic_gb_per_s
@@ -68,11 +83,12 @@ class Hardware:
             value: Any = getattr(self, each.name)
             if each.name in ("name", "sources"):
                 continue
-            least_excluded = each.name not in ("push_latency_us", "slot_us")
+            low, high = _OTHER.get(each.name, _RATES)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < float("inf") or (least_excluded and value == 0):
-                need = "a number > 0" if least_excluded else "a number >= 0"
-                raise PlanError(f"{each.name}: need {need}, got {value!r}")
+            if not number or not low <= value <= high:
+                raise PlanError(f"{each.name}: need a number {low:g}..{high:g}, got {value!r}")
+            if each.name == "domain_ranks" and value != int(value):
+                raise PlanError(f"domain_ranks: need an integer, got {value!r}")
         object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
 
     def with_values(self, **values: float) -> Hardware:
@@ -146,10 +162,19 @@ class ModelPreset:
 
     def __post_init__(self) -> None:
         """Checks every size."""
+        try:
+            for name, (low, high) in _SIZES.items():
+                check_int(name, getattr(self, name), minimum=low, maximum=high)
+            if self.window is not None:
+                check_int("window", self.window, minimum=1, maximum=1 << 40)
+        except (TypeError, ValueError) as error:
+            raise PlanError(str(error)) from None
+        if self.dense_layers >= self.num_layers:
+            raise PlanError(
+                f"dense_layers: need fewer than num_layers {self.num_layers}, got "
+                f"{self.dense_layers}"
+            )
         self.shape()
-        for name in ("projection_params", "score_size", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name}: need at least 1, got {getattr(self, name)!r}")
         if not 0 <= self.windowed_share <= 1:
             raise PlanError(f"windowed_share: need 0..1, got {self.windowed_share!r}")
 

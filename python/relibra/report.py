@@ -19,6 +19,7 @@ gap        sum of the fullest ranks / bound; replic.: the fullest node shared ev
            total: an even share of everything (1 is optimal); layout: sum of the fullest nodes /
            the least that any layout allows
 push       weights copied to replicas in one forward of all micro-batches and layers
+moved      experts whose home differs from the layout that the batch starts from, all layers
 worst rank most rows of a rank in one instance
 *          for comparison only, cannot be executed"""
 
@@ -45,6 +46,7 @@ def plan_table(reports: Sequence[PlanReport], report_only: Sequence[str] = ()) -
         "\ntotal",
         "\nreplicas",
         "push\nbytes" if in_bytes else "push\nexperts",
+        "moved\nexperts",
         "worst\nrank",
         "planner\nms",
     ):
@@ -63,6 +65,7 @@ def plan_table(reports: Sequence[PlanReport], report_only: Sequence[str] = ()) -
             f"{report.gap_total:.3f}",
             f"{report.replicas}",
             pushed,
+            f"{report.moved_experts}",
             f"{report.worst_rank_rows}",
             f"{report.planner_ms:.1f}",
         )

@@ -89,8 +89,8 @@ class Runtime:
         self.grad_mode = check_choice("grad_mode", grad_mode, GRAD_MODES)
         self.replica_slots = check_int("replica_slots", replica_slots, minimum=0)
         self.block_rows = check_int("block_rows", block_rows, minimum=1, maximum=1 << 16)
-        if timeout_s is not None and not float(timeout_s) > 0:
-            raise ValueError(f"timeout_s: need more than 0 seconds, got {timeout_s}")
+        if timeout_s is not None and not 0 < float(timeout_s) <= 1e6:
+            raise ValueError(f"timeout_s: need more than 0 and up to 1e+06 s, got {timeout_s}")
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology: need a Topology, got {type(topology).__name__}")
         ranks = Ranks.of(group)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relibra.limits import MAX_EXPERTS, layer_tuple
+from relibra.limits import MAX_EXPERTS, MAX_WIDTH, layer_tuple
 from relibra_kernels.errors import PlanError
 
 _ITEM_BYTES = {
@@ -56,6 +56,9 @@ class ModelShape:
                 continue
             if not _is_whole(value) or value < 1:
                 raise PlanError(f"{name}: need an integer >= 1, got {value!r}")
+            if name in ("hidden_size", "expert_size") and value > MAX_WIDTH:
+                raise PlanError(f"{name}: need at most {MAX_WIDTH}, got {value}")
+            object.__setattr__(self, name, int(value))  # JSON takes no NumPy integers
         if self.num_experts > MAX_EXPERTS:
             raise PlanError(f"num_experts: need at most {MAX_EXPERTS}, got {self.num_experts}")
         if self.top_k > self.num_experts:

@@ -5,11 +5,15 @@ Letters: M micro-batches, L MoE layers, G ranks, E experts, K choices, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from relibra.compose import compose
+from relibra.composed import composed_loads
+from relibra.composition import Budgets, Composition, Samples
 from relibra.dealing import deal_rows
 from relibra.load_matrix import LoadMatrix
 from relibra.synthetic import ORDERS, SyntheticBatch, make_batch
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
     from relibra.token_copies import FloatArray
     from relibra.trace import RoutingTrace
 
-AS_GIVEN = "as given"
+AS_GIVEN, COMPOSED = "as given", "composed"
+# Tokens of a cell in a composition, over those of a bin of the generator.
+_ROOM = 1.03
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +39,15 @@ class SimulationInput:
     """One batch on G ranks in one order.
 
     Args:
-        order: `grouped` (as recorded), `random`, or `as given` where samples are not known.
+        order: `grouped` (as recorded), `random`, `composed` (`relibra.compose` from the grouped
+            samples), or `as given` where samples are not known.
         loads: gathered loads.
         top_k: K.
         tokens: expert ids; None = copies are expected ones.
         pieces: int64 `[pieces, 4]`: micro-batch, rank, tokens, and tokens of the whole sequence
             that they belong to; None = not known.
         previous: loads of the batch before, for strategies that plan on history; None = not known.
+        compose_s: measured seconds of composing, as `StrategyResult.planner_s`.
     """
 
     order: str
@@ -48,6 +56,35 @@ class SimulationInput:
     tokens: PassTokens | None = None
     pieces: npt.NDArray[np.int64] | None = None
     previous: LoadMatrix | None = None
+    compose_s: float = 0.0
+
+    def groups(self, number: int) -> list[SimulationInput]:
+        """The batch cut into EP groups of neighbouring ranks.
+
+        Args:
+            number: of groups, a divisor of the ranks.
+        """
+        if number == 1:
+            return [self]
+        width = self.loads.num_ranks // number
+        return [self._ranks(begin, begin + width) for begin in range(0, width * number, width)]
+
+    def _ranks(self, first: int, last: int) -> SimulationInput:
+        tokens, pieces = self.tokens, self.pieces
+        if tokens is not None:
+            tokens = replace(
+                tokens, first_MG=np.ascontiguousarray(tokens.first_MG[:, first : last + 1])
+            )
+        if pieces is not None:
+            mine = (pieces[:, 1] >= first) & (pieces[:, 1] < last)
+            pieces = pieces[mine] - np.array([0, first, 0, 0])
+        return replace(
+            self,
+            loads=_only_ranks(self.loads, first, last),
+            tokens=tokens,
+            pieces=pieces,
+            previous=self.previous and _only_ranks(self.previous, first, last),
+        )
 
     def dense_seconds(self, cost: CostModel) -> FloatArray:
         """Forward seconds of a layer's dense part on every rank, float64 `[M, G]`.
@@ -119,8 +156,11 @@ class TraceSource:
         Raises:
             ValueError: an unknown order, or ranks and sequences that do not divide.
         """
-        check_choice("order", order, ORDERS)
-        trace = self.trace
+        check_choice("order", order, (*ORDERS, COMPOSED))
+        trace, compose_s = self.trace, 0.0
+        if order == COMPOSED:
+            chosen, compose_s = self._composed(num_ranks)
+            trace = trace.select(chosen)
         if order == "random":
             key = np.random.Generator(np.random.PCG64(self.seed)).random(trace.num_samples)
             trace = trace.select(np.argsort(key, kind="stable").tolist())
@@ -130,9 +170,28 @@ class TraceSource:
             loads = LoadMatrix(_times(loads.rows_MLGE, self.repeat))
         parts = [part for ranks in dealt for part in ranks]
         pieces = _pieces(parts, trace, num_ranks, self.repeat)
-        return SimulationInput(
-            order, loads, trace.top_k, _tokens(parts, num_ranks, self.repeat), pieces
-        )
+        tokens = _tokens(parts, num_ranks, self.repeat)
+        return SimulationInput(order, loads, trace.top_k, tokens, pieces, compose_s=compose_s)
+
+    def _composed(self, num_ranks: int) -> tuple[list[int], float]:
+        """Order of the sequences, and seconds; a short last micro-batch stays as it is."""
+        per = self.sequences or num_ranks
+        cells, whole = min(per, num_ranks), self.trace.num_samples // per
+        if num_ranks % per and per % num_ranks:
+            raise ValueError(
+                f"sequences: need a multiple or a divisor of {num_ranks} ranks, got {per}"
+            )
+        rest = list(range(whole * per, self.trace.num_samples))
+        if whole < 2:
+            return list(range(whole * per)) + rest, 0.0
+        dealt = deal_rows(self.trace, 1, 1)[: whole * per]
+        rows = np.stack([LoadMatrix.from_rows(one).rows_MLGE[0, :, 0] for one in dealt])
+        count = per // cells
+        samples = Samples(rows, np.diff(self.trace.cu_seqlens)[: whole * per])
+        budgets = Budgets(micro_batches=whole, count=count, least_count=count)
+        found, seconds = _compose(samples, cells, budgets, self.seed)
+        places = [(m, cell) for m in range(whole) for cell in range(cells)]
+        return [sample for place in places for sample in found.samples_of(*place)] + rest, seconds
 
     def describe(self) -> dict[str, object]:
         """Facts for the report."""
@@ -243,9 +302,15 @@ class SyntheticSource:
 
         Args:
             num_ranks: G.
-            order: `grouped` or `random`.
+            order: `grouped`, `random` or `composed`.
+
+        Raises:
+            ValueError: another order.
         """
+        check_choice("order", order, (*ORDERS, COMPOSED))
         batch = self.batch(num_ranks, self.seed)
+        if order == COMPOSED:
+            return self._composed(batch)
         loads = LoadMatrix(batch.rows(order))
         before = LoadMatrix(self.batch(num_ranks, self.seed + 1).rows(order))
         lengths = batch.lengths()
@@ -253,6 +318,22 @@ class SyntheticSource:
         flat = lengths.reshape(-1)
         pieces = np.stack([*place.reshape(-1, 3)[:, :2].T, flat, flat], axis=1)
         return SimulationInput(order, loads, self.top_k, None, pieces, before)
+
+    def _composed(self, batch: SyntheticBatch) -> SimulationInput:
+        samples = Samples(batch.rows_QLE, batch.tokens_Q)
+        budgets = Budgets(self.num_micro_batches, tokens=int(_ROOM * self.tokens) + 1)
+        found, seconds = _compose(samples, batch.num_ranks, budgets, self.seed)
+        places = np.stack([found.micro_batch_J, found.cell_J, batch.tokens_Q, batch.tokens_Q])
+        before = LoadMatrix(self.batch(batch.num_ranks, self.seed + 1).rows("grouped"))
+        return SimulationInput(
+            COMPOSED,
+            composed_loads(found, samples),
+            self.top_k,
+            None,
+            places.T.astype(np.int64),
+            before,
+            seconds,
+        )
 
     def describe(self) -> dict[str, object]:
         """Facts for the report."""
@@ -262,6 +343,15 @@ class SyntheticSource:
             **facts,
             "copies": "expected, choices of a token taken as independent",
         }
+
+
+def _compose(
+    samples: Samples, cells: int, budgets: Budgets, seed: int
+) -> tuple[Composition, float]:
+    """A composition, and its seconds by the clock or the processor, whichever is less."""
+    clock, processor = time.perf_counter(), time.process_time()
+    found = compose(samples, cells, budgets, loss_normalisation="step", seed=seed)
+    return found, min(time.perf_counter() - clock, time.process_time() - processor)
 
 
 def _tokens(parts: list[DispatchRows], num_ranks: int, repeat: int) -> PassTokens:
@@ -286,6 +376,14 @@ def _pieces(
         for one, count in zip(*np.unique(sample, return_counts=True), strict=True):
             pieces.append((*divmod(index, num_ranks), count * repeat, lengths[one]))
     return np.asarray(pieces, np.int64).reshape(-1, 4)
+
+
+def _only_ranks(loads: LoadMatrix, first: int, last: int) -> LoadMatrix:
+    """Counts of neighbouring source ranks."""
+    return LoadMatrix(
+        np.ascontiguousarray(loads.rows_MLGE[:, :, first:last]),
+        optimizer_step_M=loads.optimizer_step_M,
+    )
 
 
 def _times(rows: npt.NDArray[np.int32], factor: int) -> npt.NDArray[np.int32]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relibra.array_files import check_output, whole_file
 from relibra.simulate import BatchResult, fullest_instance, rank_rows
 
 if TYPE_CHECKING:
@@ -22,37 +23,70 @@ _COLOURS = {
     "relibra": "#2a6f97",
     "ideal": "#777777",
 }
-_LINES = {"grouped": "-", "random": "--"}
+_LINES = {"grouped": "-", "random": "--", "composed": ":"}
 
 
-def write_picture(path: Path, batches: Sequence[BatchResult], strategies: Sequence[str]) -> None:
+def check_picture(path: Path) -> None:
+    """Refuses a path that no picture can be written to, before anything is simulated.
+
+    Args:
+        path: file to write; its suffix is the format.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+        OSError, ValueError: a path that cannot be written to, or no suffix of a picture.
+    """
+    known = _pyplot().figure().canvas.get_supported_filetypes()
+    _pyplot().close()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"--plot: need a name ending in one of {', '.join(known)}, got {path}")
+    try:
+        check_output(path)
+    except OSError as error:
+        raise type(error)(f"--plot: {error}") from None
+
+
+def write_picture(
+    path: Path, batches: Sequence[BatchResult], strategies: Sequence[str], assumptions: str
+) -> None:
     """Draws four panels into a file.
 
     Args:
         path: file to write; its suffix is the format.
         batches: results, at least one.
         strategies: lines to draw, of those simulated.
+        assumptions: what the numbers depend on, for the title.
 
     Raises:
         RuntimeError: matplotlib is not installed.
     """
+    pyplot = _pyplot()
+    shown = [name for name in strategies if name in batches[0].results]
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.6))
+    draw_throughput(axes[0][0], batches, shown)
+    draw_imbalance(axes[0][1], batches, shown)
+    most = max(batch.num_ranks for batch in batches)
+    draw_rank_rows(axes[1][0], next(batch for batch in batches if batch.num_ranks == most))
+    draw_overlap(axes[1][1], batches, shown)
+    orders = "solid: samples grouped by prompt, dashed: random order"
+    if any(batch.order == "composed" for batch in batches):
+        orders += ", dotted: composed"
+    figure.suptitle(f"simulated: {assumptions}\n{orders}", fontsize="medium")
+    figure.tight_layout()
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=80, format=path.suffix.removeprefix(".").lower())
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files."""
     try:
         importlib.import_module("matplotlib").use("Agg")
-        pyplot = importlib.import_module("matplotlib.pyplot")
+        return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise RuntimeError(
             f"--plot: need matplotlib, which does not load: {error}. Remedy: pip install matplotlib"
         ) from None
-    shown = [name for name in strategies if name in batches[0].results]
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8))
-    draw_throughput(axes[0][0], batches, shown)
-    draw_imbalance(axes[0][1], batches, shown)
-    draw_rank_rows(axes[1][0], batches[-1 if len(batches) < 2 else -2])
-    draw_overlap(axes[1][1], batches, shown)
-    figure.suptitle("simulated; solid: samples grouped by prompt, dashed: random order")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def draw_throughput(axis: Any, batches: Sequence[BatchResult], strategies: Sequence[str]) -> None:

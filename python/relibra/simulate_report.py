@@ -7,27 +7,29 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from relibra.report import format_bytes
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from relibra.simulate import BatchResult, SimulateSettings
+    from relibra.simulate import BatchResult
     from relibra.simulate_input import Source
+    from relibra.simulate_settings import SimulateSettings
 
 LEGEND = """\
 imbal.     max / mean of rows over ranks: sum of the maxima / sum of the means
 step       milliseconds of forward and backward of all micro-batches and simulated layers; a2a, GEMM
-           (padded to tiles) and push (what the dense part does not hide) are parts of it
+           (padded to tiles) and push (what the dense part does not hide) are parts of it; with
+           pipeline stages the parts add up over all stages, the step has the stages at once
 x none     throughput / throughput of none; gross leaves out what balancing costs; net has pushes,
-           replica gradients, static copies, planning, and the moves of experts from the contiguous
-           layout, as in a first batch, none of it hidden
+           replica gradients, static copies, planning, composing (order composed), and the moves of
+           experts from the contiguous layout, as in a first batch, none of it hidden
 x eplb     net throughput / throughput of EPLB placed for this very batch (eplb_oracle)
 x ideal    net step / step with equal rows on all ranks
 peak rows  most rows of a rank in one micro-batch and layer, padded to tiles
-memory     of the fullest rank: activations, buffers of a layer, home experts with their optimizer
-           state, replica slots; dense weights left out; ! more than the GPU has
-plan       milliseconds of planning, measured here
+GB         of the fullest rank, with all MoE layers that it has of the model: saved activations;
+           total with buffers of a layer, home experts with their optimizer state and replica
+           slots, without dense weights; ! more than the GPU has (out of memory)
+plan       milliseconds of planning, measured here (the clock, or the processor if that is less);
+           with pipeline stages a stage's share
 *          for comparison only, cannot be executed; copies of EPLB are paid for (weights out and
            gradients home of each new copy), bounds move nothing"""
 
@@ -40,7 +42,7 @@ def main_table(batch: BatchResult) -> Table:
     """
     heads = (
         "imbal.\nmean", "\np99", "step\nms", "a2a\nms", "GEMM\nms", "push\nms", "x none\ngross",
-        "\nnet", "x eplb\nnet", "x ideal\nnet", "peak\nrows", "memory", "plan\nms",
+        "\nnet", "x eplb\nnet", "x ideal\nnet", "peak\nrows", "GB\nactiv.", "\ntotal", "plan\nms",
     )  # fmt: skip
     table = _table(heads)
     for name, one in batch.results.items():
@@ -59,8 +61,9 @@ def main_table(batch: BatchResult) -> Table:
             f"{batch.ratio(name, 'eplb_oracle'):.3f}",
             f"{1 / batch.ratio(name, 'ideal'):.3f}",
             f"{one.memory.rows_padded}",
-            format_bytes(one.memory.total_bytes) + ("" if one.memory.fits else "!"),
-            f"{one.plan.planner_ms:.0f}",
+            f"{one.memory.activation_bytes / 1e9:.1f}",
+            f"{one.memory.total_bytes / 1e9:.1f}" + ("" if one.memory.fits else "!"),
+            f"{1e3 * one.planner_s:.0f}",
         )
     return table
 
@@ -98,9 +101,8 @@ def reroute_table(batch: BatchResult, shares: Sequence[float]) -> Table:
     heads = [f"{share:g} %\nx none" for share in shares]
     heads += [f"{share:g} %\nimbal." for share in shares]
     table = _table(heads)
-    none = batch.results["none"].rerouted
     for name, one in batch.results.items():
-        ratios = [none[share][0] / one.rerouted[share][0] for share in shares]
+        ratios = [batch.rerouted_ratio(name, share) for share in shares]
         imbalances = [one.rerouted[share][1] for share in shares]
         star = "" if one.plan.is_executable else "*"
         table.add_row(name + star, *(f"{cell:.3f}" for cell in (*ratios, *imbalances)))
@@ -127,6 +129,8 @@ def as_json(
             "topology": {
                 str(ranks): str(settings.topology(ranks)) for ranks in dict.fromkeys(settings.ep)
             },
+            "pipeline_stages": settings.pipeline_stages,
+            "data_parallel_groups": settings.data_parallel,
             "planner_cost_mode": settings.planner.cost,
             "planner": settings.planner.as_dict(),
             "layers_simulated": first.plan.shape.num_layers,
@@ -175,7 +179,7 @@ def result_as_dict(batch: BatchResult, strategy: str) -> dict[str, Any]:
             "seconds": seconds,
             "imbalance_mean": imbalance,
             "worst_rank_rows": rows,
-            "throughput_ratio_to_none": batch.results["none"].rerouted[share][0] / seconds,
+            "throughput_ratio_to_none": batch.rerouted_ratio(strategy, share),
         }
         for share, (seconds, imbalance, rows) in one.rerouted.items()
     ]

@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from relibra.limits import check_count_bytes
+from relibra.limits import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_TOKENS,
+    check_count_bytes,
+)
 from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError
 
@@ -140,17 +146,17 @@ def make_batch(
     """
     if kind not in KINDS:
         raise PlanError(f"kind: need one of {', '.join(KINDS)}, got {kind!r}")
-    for name, value, least in (
-        ("num_ranks", num_ranks, 1),
-        ("num_micro_batches", num_micro_batches, 1),
-        ("num_layers", num_layers, 1),
-        ("top_k", top_k, 1),
-        ("num_experts", num_experts, top_k),
-        ("tokens", tokens, 20),
-        ("seed", seed, 0),
+    for name, value, least, most in (
+        ("num_ranks", num_ranks, 1, MAX_RANKS),
+        ("num_micro_batches", num_micro_batches, 1, None),
+        ("num_layers", num_layers, 1, MAX_LAYERS),
+        ("top_k", top_k, 1, MAX_EXPERTS),
+        ("num_experts", num_experts, top_k, MAX_EXPERTS),
+        ("tokens", tokens, 20, MAX_TOKENS),
+        ("seed", seed, 0, None),
     ):
         try:
-            check_int(name, value, minimum=least)
+            check_int(name, value, minimum=least, maximum=most)
         except (TypeError, ValueError) as error:
             raise PlanError(str(error)) from None
     check_count_bytes(2 * num_micro_batches, num_layers, num_ranks, num_experts)

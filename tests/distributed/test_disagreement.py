@@ -137,8 +137,9 @@ def test_parameters_of_the_runtime_are_checked():
         ({"topology": relibra.Topology(2, 4)}, "topology: need 1 ranks"),
         ({"replica_slots": -1}, "replica_slots: need at least 0, got -1"),
         ({"block_rows": 0}, "block_rows: need 1 to 65536, got 0"),
-        ({"timeout_s": 0}, "timeout_s: need more than 0 seconds, got 0"),
-        ({"timeout_s": float("nan")}, "timeout_s: need more than 0 seconds, got nan"),
+        ({"timeout_s": 0}, "timeout_s: need more than 0 and up to .* s, got 0"),
+        ({"timeout_s": float("nan")}, "timeout_s: need more than 0 and up to .* s, got nan"),
+        ({"timeout_s": float("inf")}, "timeout_s: need more than 0 and up to .* s, got inf"),
     ):
         with pytest.raises(ValueError, match=message):
             relibra.Runtime(**options)

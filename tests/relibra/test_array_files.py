@@ -1,6 +1,7 @@
 """Arrays of untrusted files: sizes that lie, headers that are no headers, and what is left out."""
 
 import io
+import os
 import struct
 import tracemalloc
 import zipfile
@@ -201,6 +202,10 @@ def test_a_file_appears_when_it_is_complete(tmp_path):
         whole_file(tmp_path).__enter__()
     with pytest.raises(FileNotFoundError, match="need a folder .*none to write t.bin, got none"):
         whole_file(tmp_path / "none" / "t.bin").__enter__()
+    os.mkfifo(tmp_path / "pipe")  # a device such as /dev/null is as little to be replaced
+    with pytest.raises(FileExistsError, match="need a plain file to write, got .*pipe"):
+        whole_file(tmp_path / "pipe").__enter__()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_header_says_where_the_array_begins():

@@ -8,7 +8,7 @@ import pytest
 
 from relibra.cli import main
 
-COMMANDS = ("plan", "check", "doctor", "demo")
+COMMANDS = ("plan", "simulate", "check", "doctor", "demo")
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

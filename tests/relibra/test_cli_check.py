@@ -98,7 +98,7 @@ def test_counts_and_plans(capsys, tmp_path):
     assert main(["plan", str(tmp_path / "counts.npz"), *arguments]) == 0
     capsys.readouterr()
     assert run(plan) == 0
-    assert "plan: strategy none, nodes 2, ranks 4" in capsys.readouterr().out
+    assert "plan: strategy none, cost rows, nodes 2, ranks 4" in capsys.readouterr().out
     arrays = dict(np.load(plan))
     arrays["slot_rows"][0, 0, 0, 0] += 1
     np.savez(plan, **arrays)

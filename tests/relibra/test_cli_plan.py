@@ -1,6 +1,7 @@
 """`relibra plan`: figures, files, and refusals without a traceback."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_one_table_with_all_figures(counts, capsys):
         assert word in text
     lines = [line for line in text.splitlines() if line.startswith((" none", " relibra"))]
     assert [line.split()[0] for line in lines] == ["none", "relibra"]
-    assert all(len(line.split()) == 11 and len(line) <= 104 for line in lines)
+    assert all(len(line.split()) == 12 and len(line) <= 104 for line in lines)
 
 
 def test_bytes_need_the_sizes_of_an_expert(counts, capsys):
@@ -105,6 +106,79 @@ def test_out_writes_the_plan_of_relibra(counts, tmp_path, capsys):
     assert made["out"] == str(out)
 
 
+def test_time_mode_needs_and_uses_the_sizes_of_the_model(counts, tmp_path, capsys):
+    out = tmp_path / "plan.npz"
+    np.savez(counts, rows_MLGE=np.load(counts)["rows_MLGE"] * 100)
+    made = run_json(
+        capsys, counts, *NODES, "--strategy", "none,relibra", "--cost", "time", "--hardware",
+        "h200", "--hidden-size", 4096, "--expert-size", 1024, "--set", "slot_us=2", "--out", out,
+    )  # fmt: skip
+    assert made["cost"] == "time"
+    assert made["planner"]["hardware"] == "H200"
+    one = made["strategies"]["relibra"]
+    assert one["imbalance_mean"] < made["strategies"]["none"]["imbalance_mean"]
+    held = StepPlan.load(out).passes["train"].slot_rows_MLGn[..., -1]  # S = 1
+    assert (held > 0).sum() == one["replicas"] > 0
+    assert (held[held > 0] >= 1024).all()
+    assert not (held % 128).any()
+    assert run(counts, *NODES, "--cost", "time", "--hidden-size", 64, "--expert-size", 64) == 0
+    assert "cost mode time (H100, no dense part, recompute none)" in capsys.readouterr().out
+
+
+def test_a_preset_gives_k_e_and_sizes(tmp_path, capsys):
+    ids = np.argsort(np.random.default_rng(0).random((40, 2, 31)), axis=2)[:, :, :4]
+    np.savez(tmp_path / "t.npz", routed_experts=ids, cu_seqlens=[0, 20, 40])
+    arguments = (tmp_path / "t.npz", *NODES, "--strategy", "relibra", "--model", "GPT-OSS-20B")
+    made = run_json(capsys, *arguments)
+    assert (made["num_experts"], made["top_k"], made["input"]["notes"]) == (32, 4, [])
+    one = made["strategies"]["relibra"]
+    assert one["push_bytes"] == one["replicas"] * 3 * 2880 * 2880 * 2
+
+
+def test_static_copies_and_settings_reach_the_planner(counts, tmp_path, capsys):
+    out = tmp_path / "plan.npz"
+    made = run_json(
+        capsys, counts, *NODES, "--strategy", "relibra", "--static-copies", 2, "--out", out,
+        "--horizon-steps", 3, "--config", "max-fan-out=1", "--config", "allow_filler=false",
+    )  # fmt: skip
+    plan = StepPlan.load(out, {"train": LoadMatrix(np.load(counts)["rows_MLGE"])})
+    assert (plan.static_slot_expert_LGX >= 0).any()
+    assert plan.config.static_copies == made["planner"]["static_copies"] == 2
+    assert (plan.config.horizon_steps, plan.config.max_fan_out) == (3, 1)
+    assert plan.config.allow_filler is False
+    assert made["strategies"]["relibra"]["hash"] == plan.hash
+
+
+def test_planning_from_the_layouts_of_a_plan_moves_nothing(counts, tmp_path, capsys):
+    out, again = tmp_path / "plan.npz", tmp_path / "again.npz"
+    one = ("--strategy", "relibra", "--out")
+    assert run(counts, *NODES, *one, out) == 0
+    assert run(counts, *NODES, *one, again, "--layout", out) == 0
+    assert "starts from the layouts of plan.npz" in capsys.readouterr().out
+    loads = {"train": LoadMatrix(np.load(counts)["rows_MLGE"])}
+    first, second = StepPlan.load(out, loads), StepPlan.load(again, loads)
+    assert second.base_layouts == first.layouts == second.layouts
+    assert first.report.moved_experts > 0
+    assert second.report.moved_experts == 0
+
+
+def test_a_token_sample_is_taken_from_a_trace(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    pair = rng.integers(0, 8, (800, 1))  # experts e and e + 8 are always chosen together
+    ids = np.stack([pair, pair + 8], axis=2)
+    np.savez(tmp_path / "t.npz", routed_experts=ids, cu_seqlens=np.arange(0, 801, 50))
+    out = tmp_path / "plan.npz"
+    made = run_json(
+        capsys, tmp_path / "t.npz", *NODES, "--strategy", "relibra", "--token-sample", 400,
+        "--out", out,
+    )  # fmt: skip
+    assert made["token_sample"] == 400
+    home = StepPlan.load(out).layouts[0].home_rank_E // 2
+    assert (home[:8] == home[8:]).all()  # one node each
+    assert run(tmp_path / "t.npz", *NODES, "--strategy", "none", "--token-sample", 9999) == 0
+    assert "token sample: 800 tokens" in capsys.readouterr().out
+
+
 def test_out_of_a_single_strategy(counts, tmp_path):
     out = tmp_path / "plan.npz"
     assert run(counts, *NODES, "--strategy", "none", "--out", out) == 0
@@ -119,6 +193,26 @@ def test_the_plan_is_not_written_over_its_input(counts, capsys):
         assert run(counts, *NODES, "--strategy", "none", "--out", out) == 2
         assert "--out: need another file than TRACE" in capsys.readouterr().err
     assert counts.read_bytes() == before
+    plan = counts.with_name("plan.npz")
+    one = (counts, *NODES, "--strategy", "reorder_only", "--out", plan)
+    assert run(*one) == 0
+    assert run(*one) == 0  # over an earlier plan, but not over the one it starts from
+    capsys.readouterr()
+    assert run(*one, "--layout", plan) == 2
+    assert "--out: need another file than --layout" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_written_is_not_made(counts, tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.npz")
+    monkeypatch.setattr("relibra.cli_plan.plan_step", lambda *_, **__: pytest.fail("planned"))
+    for name, message in (
+        ("none/plan.npz", "--out: need a folder"),
+        (".", "--out: need a file to write, got the folder"),
+        ("pipe.npz", "--out: need a plain file to write, got"),
+    ):
+        assert run(counts, *NODES, "--out", tmp_path / name) == 2
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "pipe.npz").is_fifo()
 
 
 def test_a_trace_of_ours(tmp_path, capsys):
@@ -167,6 +261,29 @@ def write(tmp_path, name, content):
         ("counts.npz", ("--num-experts", "9"), "--num-experts: need 8"),
         ("counts.npz", ("--micro-batch-sequences", "2"), "--micro-batch-sequences: need a trace"),
         ("counts.npz", ("--dtype", "int3"), "dtype: need one of"),
+        ("counts.npz", ("--cost", "money"), "--cost: need one of"),
+        ("counts.npz", ("--cost", "time"), "--cost time: need --model, or --hidden-size"),
+        ("counts.npz", ("--set", "slot_us=1"), "--set: need --cost time, got rows"),
+        ("counts.npz", ("--hardware", "H200"), "--hardware: need --cost time, got rows"),
+        ("counts.npz", ("--hardware", "TPU"), "hardware: need one of H100"),
+        ("counts.npz", ("--model", "GPT-5"), "model: need one of Qwen3-30B-A3B"),
+        ("counts.npz", ("--model", "GLM-4.5-Air"), "--num-experts: need 8 like rows_MLGE"),
+        (
+            "counts.npz",
+            ("--model", "GLM-4.5-Air", "--hidden-size", "8", "--expert-size", "8"),
+            "--model: need it without --hidden-size",
+        ),
+        ("trace.npz", ("--model", "GLM-4.5-Air"), "--model: need K 1 like trace.npz"),
+        ("counts.npz", ("--config", "tolerance=2"), "tolerance: need 0 <= tolerance < 1, got 2"),
+        ("counts.npz", ("--config", "tolerance"), "--config: need FIELD=VALUE, got 'tolerance'"),
+        ("counts.npz", ("--config", "pass_weight=3"), "--config: need one of allow_filler"),
+        ("counts.npz", ("--config", "static_copies=3"), "--config: need --static-copies for"),
+        ("counts.npz", ("--config", "allow_filler=1"), "need true or false for allow_filler"),
+        ("counts.npz", ("--config", "move_rows=1.5"), "need an integer for move_rows, got '1.5'"),
+        ("counts.npz", ("--recompute", "half"), "--recompute: need one of"),
+        ("counts.npz", ("--static-copies", "2", "--replica-slots", "0"), "static_copies: need rep"),
+        ("counts.npz", ("--token-sample", "9"), "--token-sample: need a trace, got counts"),
+        ("counts.npz", ("--layout", "gone.npz"), "--layout: need a plan file, got gone.npz"),
         ("counts.npz", ("--strategy", "none,lpt", "--out", "p.npz"), "--out: need relibra"),
         ("trace.npz", ("--micro-batch-sequences", "3"), "need a multiple or a divisor of 4 ranks"),
         ("trace.npz", ("--num-experts", "3"), "need ids in 0..2, got 3"),

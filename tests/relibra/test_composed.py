@@ -5,6 +5,7 @@ import pytest
 
 import relibra
 from relibra import Composition, DispatchRows, PlanError, RoutingTrace, Samples, composed_rows
+from relibra.composed import composed_loads
 
 
 @pytest.fixture
@@ -79,6 +80,22 @@ def test_nodes_of_experts():
 def test_refuses_cells_out_of_range(trace, cell):
     with pytest.raises(PlanError, match=f"cell: need 0..1, got {cell}"):
         composed_rows(COMPOSITION, cell, trace)
+
+
+def test_counts_and_steps_are_refused_where_int32_would_wrap():
+    full = Samples([[[2**31 - 1]]] * 3, [1, 1, 1])
+    with pytest.raises(ValueError, match="rows_MLGE: need values in 0..2147483647, got 6442450941"):
+        composed_loads(Composition([0, 0, 0], [0, 0, 0], [0], 1), full)
+    late = Samples([[[1]]], [1], optimizer_step_J=[1 << 40])
+    with pytest.raises(ValueError, match="optimizer_step_M: need values in"):
+        composed_loads(Composition([0], [0], [1 << 40], 1), late)
+
+
+@pytest.mark.parametrize("ranks", [0, 10**9, 1 << 20])
+def test_ranks_of_a_cell_that_no_memory_holds(ranks):
+    samples = Samples(np.ones((1, 64, 512), np.int32), [1])
+    with pytest.raises(ValueError, match="ranks_per_cell: need 1 to|counts: need at most"):
+        composed_loads(Composition([0], [0], [0], 1), samples, ranks_per_cell=ranks)
 
 
 def test_refuses_other_samples(trace):

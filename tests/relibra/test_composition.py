@@ -39,6 +39,7 @@ ROWS = [[[1, 2]], [[3, 4]]]
         (([[1, 2]], [1]), "rows_JLE"),
         ((ROWS, [1, -1]), "tokens_J"),
         ((ROWS, [1, 1], [1]), "attention_cost_J"),
+        ((ROWS, [1, 1 << 32]), "attention_cost_J: need values in 0.."),  # squared, 2^64 is 0
         ((ROWS, [1, 1], None, [0]), "group_J"),
         ((ROWS, [1, 1], None, None, [0, -1]), "optimizer_step_J"),
         ((ROWS, [1, 1], None, None, None, ("a", "a")), "ids: need 2 different ids, got 1 of 2"),

@@ -1,27 +1,22 @@
 """Seconds and memory of whole passes."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from relibra.cost_model import CostModel
-from relibra.layout import ExpertLayout
 from relibra.load_matrix import LoadMatrix
 from relibra.pass_cost import (
     PassCost,
     memory_forecast,
-    move_seconds,
     pass_cost,
     pipeline_seconds,
-    static_seconds,
+    stage_layers,
 )
-from relibra.pass_plan import PassPlan, ReportSlots
 from relibra.plan import StepPlan
 from relibra.planner import PlannerConfig, plan_step
 from relibra.presets import HARDWARE, MODELS, Hardware
 from relibra.shape import ModelShape
-from relibra.token_copies import TokenCopies, plan_copies
+from relibra.token_copies import plan_copies
 from relibra.topology import Topology
 
 HARD = Hardware("test", 1.0, 2.0, 1000.0, 100.0, 10.0, 50.0, 5.0, 2.0, 80.0, 2)
@@ -123,6 +118,22 @@ def test_pipeline() -> None:
     assert pipeline_seconds([np.array([1.0, 5.0])]) == 6
 
 
+@pytest.mark.parametrize(("layers", "stages"), [(1, 1), (4, 2), (5, 2), (94, 4), (7, 7)])
+def test_stages_have_all_layers_once(layers: int, stages: int) -> None:
+    parts = [range(layers)[one] for one in stage_layers(layers, stages)]
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_seconds_of_stages() -> None:
+    one = cost_of(make())
+    layer = one.layer_seconds()
+    assert one.seconds() == pytest.approx(sum(one.parts().values()))
+    by_stage = [layer[:, 0], layer[:, 1]]
+    assert one.seconds(stages=2) == pytest.approx(pipeline_seconds(by_stage) + 0)
+    assert layer.max(1).sum() < one.seconds(stages=2) < one.seconds()
+
+
 class TestMemory:
     def forecast(self, plan: StepPlan, cost: CostModel = COST, **more):
         return memory_forecast(plan, "train", cost, plan_copies(plan, "train"), **more)
@@ -140,6 +151,13 @@ class TestMemory:
         assert one.rows == rows.sum(3).max()
         assert one.expert_bytes == 2 * 2 * 3 * 64 * 32 * (2 + 4 + 12)
         assert one.replica_bytes == 3 * 64 * 32 * 6
+
+    def test_more_layers_than_are_planned(self) -> None:
+        plan = make("none")
+        one, three = self.forecast(plan), self.forecast(plan, num_layers=6)
+        assert three.activation_bytes == pytest.approx(3 * one.activation_bytes, abs=3)
+        assert three.expert_bytes == 3 * one.expert_bytes
+        assert three.working_bytes == one.working_bytes
 
     def test_balance_lowers_the_peak(self) -> None:
         assert self.forecast(make()).rows < self.forecast(make("none")).rows
@@ -160,68 +178,3 @@ class TestMemory:
         assert self.forecast(plan).fits
         assert not self.forecast(plan, small).fits
         assert self.forecast(plan, small).as_dict()["fits"] is False
-
-
-def by_hand(layouts: list[ExpertLayout], base: list[ExpertLayout], **more) -> StepPlan:
-    rows = np.zeros((1, 1, 4, 4), np.int32)
-    slots = 1 + (more["static_slot_expert_LGX"].shape[2] if more else 0)
-    one = PassPlan(np.zeros((1, 1, 4, 0), np.int32), np.zeros((1, 1, 4, slots), np.int64))
-    return StepPlan.from_arrays(
-        TOPOLOGY,
-        ModelShape(4, 2, (0,), 64, 32),
-        layouts,
-        {"train": one},
-        {"train": LoadMatrix(rows)},
-        base_layouts=base,
-        **more,
-    )
-
-
-def test_moves_use_the_link_between_the_ranks() -> None:
-    base = [ExpertLayout([[0], [1], [2], [3]])]
-    size = 3 * 64 * 32 * 14
-    near = by_hand([ExpertLayout([[1], [0], [2], [3]])], base)
-    far = by_hand([ExpertLayout([[2], [1], [0], [3]])], base)
-    assert move_seconds(near, "train", COST) == pytest.approx(size / 100e9)
-    assert move_seconds(far, "train", COST) == pytest.approx(size / 10e9)
-    assert move_seconds(by_hand(base, base), "train", COST) == 0
-    sharded = COST.with_values(data_parallel=4)
-    assert move_seconds(far, "train", sharded) == pytest.approx(3 * 64 * 32 * 5 / 10e9)
-
-
-def test_static_copies_are_refreshed_every_optimizer_step() -> None:
-    base = [ExpertLayout([[0], [1], [2], [3]])]
-    static = np.full((1, 4, 1), -1, np.int32)
-    static[0, 2, 0] = 0  # a copy of expert 0 on the other node
-    plan = by_hand(base, base, static_slot_expert_LGX=static)
-    assert static_seconds(plan, "train", COST) == pytest.approx(3 * 64 * 32 * 6 / 10e9)
-
-
-def test_only_new_copies_are_paid_for() -> None:
-    """The homes and a far copy of expert 0, then the same; or then every expert elsewhere."""
-    plan = plan_step(
-        {"train": LoadMatrix(np.ones((2, 1, 4, 4), np.int32))},
-        TOPOLOGY,
-        model=ModelShape(4, 2, (0,), 64, 32),
-        strategy="ideal",
-    )
-    slots = np.array([[0, -1], [1, -1], [2, 0], [3, -1]], np.int32)
-    for micro_batches, paid in (((slots, slots), 1), ((slots, slots[::-1]), 2)):
-        experts = np.stack(micro_batches)[:, None]
-        known = ReportSlots(experts, np.zeros(experts.shape, np.int64))
-        seconds = move_seconds(replace(plan, report_slots={"train": known}), "train", COST)
-        assert seconds == pytest.approx(paid * 3 * 64 * 32 * 6 / 10e9)
-
-
-def test_copies_of_eplb_are_paid_for() -> None:
-    plan = make("eplb_oracle")
-    slots = plan.report_slots["train"].slot_expert_MLGn
-    assert move_seconds(plan, "train", COST) > 0
-    per_micro_batch = make("eplb_micro_batch")
-    assert slots.shape == per_micro_batch.report_slots["train"].slot_expert_MLGn.shape
-    assert move_seconds(per_micro_batch, "train", COST) > move_seconds(plan, "train", COST)
-    assert move_seconds(make("ideal"), "train", COST) == 0
-    # tiles of the real slots, not of evenly filled ones
-    rows = plan.report_slots["train"].slot_rows_MLGn
-    assert np.array_equal(rows.sum(3), plan.passes["train"].slot_rows_MLGn.sum(3))
-    assert isinstance(plan_copies(plan, "train"), TokenCopies)

@@ -270,3 +270,15 @@ def test_no_plan_file_at_all(tmp_path: Path, data: bytes) -> None:
         StepPlan.load(tmp_path / "plan.npz")
     with pytest.raises(PlanError, match="need a plan file, got no such file"):
         StepPlan.load(tmp_path / "missing.npz")
+
+
+def test_settings_that_are_numpy_integers_are_saved_and_read(tmp_path):
+    config = PlannerConfig(
+        seed=np.uint64(3), static_copies=np.int64(1), pass_weight={"a": np.int8(2)}
+    )
+    shape = ModelShape(np.int64(4), np.int32(1), (0,), hidden_size=np.int64(8), expert_size=8)
+    loads = {"a": LoadMatrix(np.ones((1, 1, 2, 4), np.int32))}
+    plan = plan_step(loads, Topology(2, 1), model=shape, config=config)
+    plan.save(tmp_path / "plan.npz")
+    assert StepPlan.load(tmp_path / "plan.npz").hash == plan.hash
+    assert {type(config.seed), type(config.pass_weight["a"]), type(shape.top_k)} == {int}

@@ -69,9 +69,9 @@ def test_unknown_names_list_the_known(find) -> None:
     assert all(name in str(error.value) for name in known)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "fast"])
+@pytest.mark.parametrize("value", [0, -1.0, 1e-320, 1e308, float("nan"), float("inf"), True, "x"])
 def test_numbers_that_are_none(value: object) -> None:
-    with pytest.raises(PlanError, match="nic_gb_per_s: need a number > 0"):
+    with pytest.raises(PlanError, match="nic_gb_per_s: need a number 0.001..1e\\+12"):
         HARDWARE["H100"].with_values(nic_gb_per_s=value)
 
 

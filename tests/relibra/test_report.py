@@ -25,11 +25,12 @@ def test_every_figure_stands_in_its_row():
     report = make_report(
         imbalance_mean=1.0394, imbalance_p99=1.112, imbalance_max=1.129, gap_replication=1.001,
         gap_layout=1.039, gap_total=1.04, replicas=6422, worst_rank_rows=577, planner_ms=98.46,
+        moved_experts=19,
     )  # fmt: skip
     row = text_of(plan_table([report])).splitlines()[-2].split()
     assert row == [
-        "relibra", "1.039", "1.112", "1.129", "1.001", "1.039", "1.040", "6422", "6422", "577",
-        "98.5",
+        "relibra", "1.039", "1.112", "1.129", "1.001", "1.039", "1.040", "6422", "6422", "19",
+        "577", "98.5",
     ]  # fmt: skip
 
 

@@ -107,6 +107,95 @@ class TestBatches:
         assert len(keys) == 4 * 2 * 2
 
 
+class TestComposed:
+    """Order `composed`: the same samples in other micro-batches, composing paid for."""
+
+    @pytest.mark.parametrize("ranks", [2, 4, 8])
+    def test_a_trace_keeps_its_sequences(self, ranks: int) -> None:
+        source = TraceSource(trace(14), sequences=4)  # 3 whole micro-batches and 2 sequences
+        composed, grouped = (source.make(ranks, order) for order in ("composed", "grouped"))
+        rows = [one.loads.totals_MLE for one in (composed, grouped)]
+        assert np.array_equal(rows[0].sum(0), rows[1].sum(0))
+        assert np.array_equal(rows[0][3], rows[1][3])
+        uneven = [np.abs(one[:3] - one[:3].mean(0)).sum() for one in rows]
+        assert uneven[0] < uneven[1]
+        assert composed.compose_s > grouped.compose_s == 0
+
+    def test_the_generator(self) -> None:
+        composed, grouped = (SOURCE.make(8, order) for order in ("composed", "grouped"))
+        rows = [one.loads.totals_MLE for one in (composed, grouped)]
+        assert np.array_equal(rows[0].sum(0), rows[1].sum(0))
+        assert composed.pieces[:, 2].sum() == 8 * 4 * 4096
+        cells = np.bincount(composed.pieces[:, 0] * 8 + composed.pieces[:, 1],
+                            composed.pieces[:, 2])  # fmt: skip
+        assert cells.max() <= 1.03 * 4096 + 1
+        batch = simulate(SOURCE, settings(ep=(8,)), orders=("composed",))[0]
+        for one in batch.results.values():
+            net, gross = (one.step_s[0.5, net, "max"] for net in (True, False))
+            assert net >= gross + one.planner_s + one.move_s
+
+    def test_counts_cannot_be_composed(self) -> None:
+        source = CountsSource(LoadMatrix(SOURCE.make(8, "grouped").loads.rows_MLGE), 4)
+        with pytest.raises(ValueError, match="order: need one of"):
+            source.make(8, "composed")
+
+
+class TestStagesAndGroups:
+    """Steps of planner.md, section 2: the slowest stage, and the slowest EP group."""
+
+    def one(self, **values: object):
+        chosen = settings(ep=(8,), strategies=("lpt", "relibra"), **values)
+        return simulate(SOURCE, chosen, orders=("grouped",))[0]
+
+    def test_stages_work_at_once(self) -> None:
+        whole, halves = self.one(), self.one(pipeline_stages=2)
+        for name, one in whole.results.items():
+            staged = halves.results[name]
+            assert staged.plan.hash == one.plan.hash
+            before, after = (each.step_s[0.5, False, "max"] for each in (one, staged))
+            assert before / 2 < after < before
+            assert staged.planner_s <= staged.plan.planner_ms / 2e3
+            assert one.move_s / 2 <= staged.move_s <= one.move_s
+
+    def test_a_stage_holds_its_layers_only(self) -> None:
+        whole, halves = self.one(), self.one(pipeline_stages=2)
+        memory, half = (each.results["none"].memory for each in (whole, halves))
+        assert half.expert_bytes == memory.expert_bytes / 2
+        assert half.activation_bytes <= memory.activation_bytes  # two micro-batches in flight
+        layers = len(MODELS["Qwen3-30B-A3B"].moe_layers)
+        assert memory.expert_bytes == layers * 4 * 3 * 2048 * 768 * (2 + 4 + 12)
+
+    def test_groups_share_layouts_and_the_slowest_counts(self) -> None:
+        chosen = settings(ep=(8,), data_parallel=2)
+        parts = SOURCE.make(16, "grouped").groups(2)
+        both = SOURCE.make(16, "grouped").loads.rows_MLGE
+        assert np.array_equal(np.concatenate([p.loads.rows_MLGE for p in parts], 2), both)
+        assert all((p.pieces[:, 1] < 8).all() and (p.pieces[:, 1] >= 0).all() for p in parts)
+        batch = simulate(SOURCE, chosen, orders=("grouped",))[0]
+        steps = []
+        for part in parts:
+            plan = plan_step(
+                {"train": part.loads},
+                Topology(1, 8),
+                model=MODELS["Qwen3-30B-A3B"].shape(2, 32),
+                strategy="none",
+            )
+            steps.append(int(plan.passes["train"].slot_rows_MLGn.sum(3).max(2).sum()))
+        slowest = batch.results["none"].plan.passes["train"].slot_rows_MLGn
+        assert int(slowest.sum(3).max(2).sum()) == max(steps)
+        assert batch.ratio("relibra", net=False) > 1.1
+
+    def test_groups_of_a_trace_have_their_own_tokens(self) -> None:
+        batch = TraceSource(trace(), sequences=8).make(8, "grouped")
+        for index, part in enumerate(batch.groups(2)):
+            assert part.loads.num_ranks == 4
+            first = part.tokens.first_MG
+            for m in range(len(first)):
+                ids = part.tokens.ids_TLK[first[m, 0] : first[m, -1], 0]
+                counted = np.bincount(ids.reshape(-1), minlength=16)
+                assert np.array_equal(counted, part.loads.totals_MLE[m, 0]), index
+
+
 def test_only_planning_time_is_random() -> None:
     """Equal arguments give equal seconds, planning apart."""
     runs = [simulate(SOURCE, settings(ep=(8,)), orders=("random",))[0] for _ in range(2)]
@@ -214,6 +303,9 @@ class TestReroute:
         ({"strategies": ("magic",)}, "strategy: need one of none, .*'magic'"),
         ({"reroute": (120,)}, "reroute: need percentages 0..100, got 120"),
         ({"overlap": 2}, "overlap: need 0..1, got 2"),
+        ({"pipeline_stages": 0}, "pipeline_stages: need .*0"),
+        ({"data_parallel": 0.5}, "data_parallel: need .*0.5"),
+        ({"cost_fields": {"block_rows": 0}}, "block_rows: need 1 to 1048576, got 0"),
     ],
 )
 def test_bad_input(values: dict, message: str) -> None:

@@ -76,6 +76,7 @@ def test_one_expert_a_token_and_all_experts() -> None:
         ({"num_ranks": 0}, "num_ranks: .*0"),
         ({"top_k": 33}, "num_experts: .*32"),
         ({"tokens": 2.5}, "tokens: "),
+        ({"tokens": 1 << 40}, "tokens: need 20 to 16777216"),
         ({"seed": -1}, "seed: "),
     ],
 )
