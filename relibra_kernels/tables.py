@@ -221,3 +221,75 @@ def tile_weights(mtile_B4: torch.Tensor) -> tuple[npt.NDArray[np.int32], npt.NDA
     """
     word = mtile_B4.numpy()[:, 0]
     return word >> FAMILY_SHIFT, word & ((1 << FAMILY_SHIFT) - 1)
+
+
+# Flags in the last word of a weight-gradient tile, above its 22 bits of output tile.
+MATRIX_SHIFT = 22  # 0: the gradient of w13, 1: of w2
+STORE = 1 << 24  # overwrite the output tile; otherwise add to it
+SIGNAL = 1 << 25  # the last tile of a replica slot
+
+
+def w_tiles(
+    slot_rows_n: Ints,
+    num_home: int,
+    num_static: int,
+    block_rows: int,
+    tiles13: int,
+    tiles2: int,
+    accumulate_home: bool,
+) -> torch.Tensor:
+    """Output tiles of the weight gradients of a rank's slots, in the order in which they are taken.
+
+    Replica slots come first, by slot, then static and home slots, longest first: programs that take
+    the next tile when they are free then finish within one tile of each other. Copies always
+    overwrite; home slots add with ``accumulate_home`` (none for an empty slot), else overwrite
+    (with zeros for an empty slot).
+
+    Args:
+        slot_rows_n: integers ``[n]``, rows of each slot; home slots first, then static, replica.
+        num_home: H, home slots.
+        num_static: X, static slots.
+        block_rows: rows to which every slot is padded.
+        tiles13: output tiles of one gradient of w13; 0 leaves it out.
+        tiles2: output tiles of one gradient of w2; 0 leaves it out.
+        accumulate_home: add to what the home gradients hold.
+
+    Returns:
+        int32 ``[B, 4]`` on the CPU: (weight index inside the family | family << 24, first row, end
+        row, output tile | matrix << 22 | STORE << 24 | SIGNAL << 25). The end counts real rows.
+
+    Raises:
+        ValueError: a negative count, more home and static slots than slots, or 2^22 output tiles.
+
+    Example:
+        Two home slots, one of them empty, and an empty replica slot; one tile a matrix:
+
+        >>> tile = w_tiles([0, 3, 0], 2, 0, 4, tiles13=1, tiles2=1, accumulate_home=True)
+        >>> [[hex(word) for word in row] for row in tile.tolist()]  # doctest: +NORMALIZE_WHITESPACE
+        [['0x2000000', '0x4', '0x4', '0x1000000'], ['0x2000000', '0x4', '0x4', '0x3400000'],
+         ['0x1', '0x0', '0x3', '0x0'], ['0x1', '0x0', '0x3', '0x400000']]
+    """
+    rows = check_int_array("slot_rows_n", slot_rows_n, ndim=1, minimum=0, dtype=np.int64)
+    check_int("num_home", num_home, minimum=0, maximum=rows.size)
+    check_int("num_static", num_static, minimum=0, maximum=rows.size - num_home)
+    for name, count in (("tiles13", tiles13), ("tiles2", tiles2)):
+        check_int(name, count, minimum=0, maximum=(1 << MATRIX_SHIFT) - 1)
+    base = slot_bases(rows, block_rows).numpy()
+    num_own = num_home + num_static
+    own = np.arange(num_own)
+    if accumulate_home:
+        own = own[(own >= num_home) | (rows[:num_own] > 0)]
+    own = own[np.argsort(-rows[own], kind="stable")]
+    slot = np.concatenate([np.arange(num_own, rows.size), own])
+    family = np.where(slot >= num_own, REPLICA, np.where(slot >= num_home, STATIC, HOME))
+    weight = slot - np.array([0, num_home, num_own])[family]
+    outputs = np.concatenate([np.arange(tiles13), np.arange(tiles2) | 1 << MATRIX_SHIFT])
+    tiles = np.zeros((slot.size, outputs.size, 4), np.int32)
+    tiles[..., 0] = (weight | family << FAMILY_SHIFT)[:, None]
+    tiles[..., 1] = base[slot][:, None]
+    tiles[..., 2] = (base[slot] + rows[slot])[:, None]
+    stores = (family != HOME) | (not accumulate_home)
+    tiles[..., 3] = outputs | np.where(stores, STORE, 0)[:, None]
+    if outputs.size:
+        tiles[: rows.size - num_own, -1, 3] |= SIGNAL
+    return torch.from_numpy(tiles.reshape(-1, 4))

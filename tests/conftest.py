@@ -6,17 +6,27 @@ from pathlib import Path
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; 0 for tests on a GPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms on a GPU
 
-import hypothesis
 import pytest
 import torch
+
+try:
+    import hypothesis
+except ImportError:  # a GPU machine without the development tools
+    hypothesis = None
 
 torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True  # torch.empty is full of NaN
 torch.set_num_threads(1)  # several test processes and ranks share the cores
 
-hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+if os.environ["TRITON_INTERPRET"] == "1":
+    from relibra_kernels.testing import bf16_interpreter
+
+    bf16_interpreter.install()
+
+if hypothesis is not None:
+    hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ROOT = Path(__file__).resolve().parents[1]
 

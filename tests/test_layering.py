@@ -27,6 +27,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
     {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}
     | {
+        "compiled",
         "composition",
         "composed",
         "simulate",

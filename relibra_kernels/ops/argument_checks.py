@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from relibra_kernels.checks import check_tensor, describe
+from relibra_kernels.ops.backend import checks_values
 from relibra_kernels.reference.combine import accumulation_dtype
 
+INT32_MAX = 2**31 - 1
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IDS = (torch.int32, torch.int64)
 
@@ -17,14 +19,16 @@ def check_float_matrix(name: str, value: torch.Tensor) -> None:
 
 
 def check_table(name: str, table: torch.Tensor, shape: tuple[int | None, ...], limit: int) -> None:
-    """An int32 index table of the shape, every entry in [-1, limit).
+    """An int32 index table of the shape, every entry in [-1, limit) (`checks_values` permitting).
 
     Raises:
         TypeError: not int32.
         ValueError: another shape, or an entry out of range; names the first place.
     """
     check_tensor(name, table, dtype=torch.int32, shape=shape)
-    if not table.numel():
+    if table.numel() > INT32_MAX:
+        raise ValueError(f"{name}: need at most {INT32_MAX} entries, got {describe(table)}")
+    if not table.numel() or not checks_values(table):
         return
     low, high = torch.aminmax(table)
     if int(low) < -1 or int(high) >= limit:

@@ -10,11 +10,29 @@ from torch import Tensor
 
 from relibra_kernels.checks import check_int, check_tensor, describe
 from relibra_kernels.ops.argument_checks import check_float_matrix, check_wide
+from relibra_kernels.ops.backend import checks_values, use_triton
+from relibra_kernels.ops.gemm_launch import (
+    check_gemm_sizes,
+    clear_other_rows,
+    gemm_config,
+    tile_count,
+    weight_set,
+)
 from relibra_kernels.reference import grouped_gemm as _grouped_gemm
 from relibra_kernels.reference import grouped_gemm_dgrad as _grouped_gemm_dgrad
 from relibra_kernels.reference import grouped_gemm_wgrad as _grouped_gemm_wgrad
 from relibra_kernels.reference.combine import accumulation_dtype
-from relibra_kernels.tables import HOME, REPLICA, slot_bases, tile_weights
+from relibra_kernels.tables import (
+    HOME,
+    REPLICA,
+    STATIC,
+    slot_bases,
+    tile_weights,
+    w_tiles,
+)
+from relibra_kernels.weights import WeightSet
+
+DEVICES = ("cpu", "cuda")
 
 
 def _check_gemm(name: str, rows: Tensor, home_w: Tensor, replica_w: Tensor, width_dim: int) -> None:
@@ -28,15 +46,28 @@ def _check_gemm(name: str, rows: Tensor, home_w: Tensor, replica_w: Tensor, widt
     check_tensor("replica_w_SND", replica_w, dtype=rows.dtype, shape=(None, *home_w.shape[1:]))
 
 
-def _check_tiles(
-    mtile_B4: Tensor, block_rows: int, num_rows: int, num_home: int, num_replica: int
+def check_tiles(
+    mtile_B4: Tensor,
+    block_rows: int,
+    num_rows: int,
+    num_home: int,
+    num_replica: int,
+    num_static: int = 0,
 ) -> None:
-    """Tiles that stay inside the row buffer and the weights, and share no row."""
+    """Tiles that stay inside the row buffer and the weights, and share no row.
+
+    On CUDA the values are looked at in debug mode only.
+    """
     check_tensor("mtile_B4", mtile_B4, dtype=torch.int32, shape=(None, 4))
     check_int("block_rows", block_rows, minimum=1)
+    if not checks_values(mtile_B4):
+        return
+    mtile_B4 = mtile_B4.cpu()
     tile = mtile_B4.numpy()
     family, weight = tile_weights(mtile_B4)
-    limit = np.where(family == HOME, num_home, np.where(family == REPLICA, num_replica, 0))
+    limit = np.select(
+        [family == HOME, family == STATIC, family == REPLICA], [num_home, num_static, num_replica]
+    )
     first, rows = tile[:, 1], tile[:, 2]
     wrong = (weight >= limit) | (first < 0) | (first % block_rows != 0)
     wrong |= (rows < 1) | (rows > block_rows) | (rows > num_rows - first)
@@ -45,15 +76,76 @@ def _check_tiles(
     if wrong.any():
         place = int(np.flatnonzero(wrong)[0])
         raise ValueError(
-            f"mtile_B4: need a home weight < {num_home} (family 0) or a replica weight < "
-            f"{num_replica} (family 2), a first row that is a multiple of {block_rows} and in no "
-            f"other tile, and 1 to {block_rows} rows below row {num_rows}, got "
-            f"{tile[place].tolist()} (family {family[place]}, weight {weight[place]}) "
+            f"mtile_B4: need a home weight < {num_home} (family 0), a static weight < "
+            f"{num_static} (family 1) or a replica weight < {num_replica} (family 2), a first row "
+            f"that is a multiple of {block_rows} and in no other tile, and 1 to {block_rows} rows "
+            f"below row {num_rows}, got {tile[place].tolist()} (family {family[place]}, weight "
+            f"{weight[place]}) "
             f"at tile {place}"
         )
 
 
-@torch.library.custom_op("relibra::grouped_gemm", mutates_args=(), device_types="cpu")
+def _launch(
+    rows: Tensor,
+    home_w: Tensor,
+    replica_w: Tensor,
+    mtile_B4: Tensor,
+    block_rows: int,
+    *,
+    backward: bool,
+) -> Tensor:
+    """The Triton body of both products."""
+    from relibra_kernels.triton_ops import grouped_gemm as kernels
+
+    width, depth = home_w.shape[1:]
+    check_gemm_sizes(rows, N=width, D=depth)
+    out = kernels.grouped_gemm(
+        rows,
+        weight_set([home_w], None, replica_w, 1),
+        mtile_B4,
+        tile_count(mtile_B4, rows.device),
+        config=gemm_config("grouped_gemm", rows, width, depth, block_rows),
+        backward=backward,
+    )
+    clear_other_rows(mtile_B4, block_rows, out)
+    return out
+
+
+def _launch_wgrad(
+    grad: Tensor,
+    rows: Tensor,
+    slot_rows_n: Tensor,
+    block_rows: int,
+    home_grad: Tensor,
+    replica_grad: Tensor,
+    accumulate_home: bool,
+) -> None:
+    """The Triton body of the weights' gradient: the half of ``expert_wgrad`` that makes dW2."""
+    from relibra_kernels.triton_ops import grouped_gemm_wgrad as kernels
+
+    width, depth = home_grad.shape[1:]
+    check_gemm_sizes(grad, N=width, D=depth)
+    config = gemm_config("grouped_gemm_wgrad", grad, width, depth)
+    num_tiles = kernels.count_output_tiles(width, depth, config)
+    wtile = w_tiles(slot_rows_n, len(home_grad), 0, block_rows, 0, num_tiles, accumulate_home).to(
+        grad.device
+    )
+    replica = replica_grad if len(replica_grad) else None
+    kernels.expert_wgrad(
+        grad,
+        grad,
+        rows,
+        rows,
+        None,
+        wtile,
+        tile_count(wtile, grad.device),
+        None,
+        WeightSet(home_grad, replica=replica),
+        config=config,
+    )
+
+
+@torch.library.custom_op("relibra::grouped_gemm", mutates_args=(), device_types=DEVICES)
 def grouped_gemm(
     rows_RD: Tensor,
     home_w_HND: Tensor,
@@ -61,13 +153,15 @@ def grouped_gemm(
     mtile_B4: Tensor,
     block_rows: int,
     exact: bool,
+    backend: str = "auto",
 ) -> Tensor:
     """Rows times the weight of their slot."""
     _check_gemm("rows_RD", rows_RD, home_w_HND, replica_w_SND, 2)
-    _check_tiles(mtile_B4, block_rows, len(rows_RD), len(home_w_HND), len(replica_w_SND))
-    return _grouped_gemm.grouped_gemm(
-        rows_RD, home_w_HND, replica_w_SND, mtile_B4, block_rows, exact
-    )
+    check_tiles(mtile_B4, block_rows, len(rows_RD), len(home_w_HND), len(replica_w_SND))
+    weights = (home_w_HND, replica_w_SND)
+    if use_triton(backend, rows_RD):
+        return _launch(rows_RD, *weights, mtile_B4, block_rows, backward=False)
+    return _grouped_gemm.grouped_gemm(rows_RD, *weights, mtile_B4, block_rows, exact)
 
 
 @grouped_gemm.register_fake
@@ -78,11 +172,12 @@ def _(
     mtile_B4: Tensor,
     block_rows: int,
     exact: bool,
+    backend: str = "auto",
 ) -> Tensor:
     return rows_RD.new_empty(rows_RD.shape[0], home_w_HND.shape[1])
 
 
-@torch.library.custom_op("relibra::grouped_gemm_dgrad", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("relibra::grouped_gemm_dgrad", mutates_args=(), device_types=DEVICES)
 def grouped_gemm_dgrad(
     grad_RN: Tensor,
     home_w_HND: Tensor,
@@ -90,13 +185,15 @@ def grouped_gemm_dgrad(
     mtile_B4: Tensor,
     block_rows: int,
     exact: bool,
+    backend: str = "auto",
 ) -> Tensor:
     """Gradient of the rows."""
     _check_gemm("grad_RN", grad_RN, home_w_HND, replica_w_SND, 1)
-    _check_tiles(mtile_B4, block_rows, len(grad_RN), len(home_w_HND), len(replica_w_SND))
-    return _grouped_gemm_dgrad.grouped_gemm_dgrad(
-        grad_RN, home_w_HND, replica_w_SND, mtile_B4, block_rows, exact
-    )
+    check_tiles(mtile_B4, block_rows, len(grad_RN), len(home_w_HND), len(replica_w_SND))
+    weights = (home_w_HND, replica_w_SND)
+    if use_triton(backend, grad_RN):
+        return _launch(grad_RN, *weights, mtile_B4, block_rows, backward=True)
+    return _grouped_gemm_dgrad.grouped_gemm_dgrad(grad_RN, *weights, mtile_B4, block_rows, exact)
 
 
 @grouped_gemm_dgrad.register_fake
@@ -107,6 +204,7 @@ def _(
     mtile_B4: Tensor,
     block_rows: int,
     exact: bool,
+    backend: str = "auto",
 ) -> Tensor:
     return grad_RN.new_empty(grad_RN.shape[0], home_w_HND.shape[2])
 
@@ -114,7 +212,7 @@ def _(
 @torch.library.custom_op(
     "relibra::grouped_gemm_wgrad",
     mutates_args=("home_grad_HND", "replica_grad_SND"),
-    device_types="cpu",
+    device_types=DEVICES,
 )
 def grouped_gemm_wgrad(
     grad_RN: Tensor,
@@ -124,6 +222,7 @@ def grouped_gemm_wgrad(
     home_grad_HND: Tensor,
     replica_grad_SND: Tensor,
     accumulate_home: bool,
+    backend: str = "auto",
 ) -> None:
     """Gradient of the weights, into the caller's fp32 buffers."""
     check_float_matrix("grad_RN", grad_RN)
@@ -140,6 +239,17 @@ def grouped_gemm_wgrad(
             f"slot_rows_n: need at most {len(grad_RN)} padded rows, the rows of grad_RN, "
             f"got {needed}"
         )
+    if use_triton(backend, grad_RN):
+        _launch_wgrad(
+            grad_RN,
+            rows_RD,
+            slot_rows_n,
+            block_rows,
+            home_grad_HND,
+            replica_grad_SND,
+            accumulate_home,
+        )
+        return
     _grouped_gemm_wgrad.grouped_gemm_wgrad(
         grad_RN, rows_RD, slot_rows_n, block_rows, home_grad_HND, replica_grad_SND, accumulate_home
     )
@@ -154,12 +264,13 @@ def _(
     home_grad_HND: Tensor,
     replica_grad_SND: Tensor,
     accumulate_home: bool,
+    backend: str = "auto",
 ) -> None:
     return None
 
 
 def _gemm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.block_rows, ctx.exact = inputs
+    *tensors, ctx.block_rows, ctx.exact, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -169,7 +280,7 @@ def _gemm_backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
     d_rows = d_home = d_replica = None
     if needs_rows:
         d_rows = torch.ops.relibra.grouped_gemm_dgrad(
-            grad_RN, home_w, replica_w, mtile, ctx.block_rows, ctx.exact
+            grad_RN, home_w, replica_w, mtile, ctx.block_rows, ctx.exact, ctx.backend
         )
     if needs_home or needs_replica:
         wide = accumulation_dtype(rows.dtype)
@@ -182,9 +293,10 @@ def _gemm_backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
             home,
             replica,
             False,
+            ctx.backend,
         )
         d_home, d_replica = home.to(home_w.dtype), replica.to(replica_w.dtype)
-    return d_rows, d_home, d_replica, None, None, None
+    return d_rows, d_home, d_replica, None, None, None, None
 
 
 def _slot_rows(mtile_B4: Tensor, home_w: Tensor, replica_w: Tensor) -> Tensor:

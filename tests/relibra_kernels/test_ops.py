@@ -17,16 +17,23 @@ NAMES = [
     "combine",
     "combine_backward",
     "count_sends",
+    "expert_down_backward",
+    "expert_up",
+    "expert_wgrad",
     "grouped_gemm",
     "grouped_gemm_dgrad",
     "grouped_gemm_wgrad",
     "home_reduce",
+    "moe_backward",
+    "moe_forward",
     "replica_push",
     "route_to_slots",
+    "row_scores",
     "swiglu",
     "swiglu_backward",
     "token_permute",
     "token_unpermute",
+    "token_unpermute_backward",
 ]
 
 
@@ -42,6 +49,7 @@ def test_every_op_is_registered_with_a_cpu_body_and_a_fake():
     ("name", "mutated"),
     [
         ("grouped_gemm_wgrad", {"home_grad_HND", "replica_grad_SND"}),
+        ("expert_wgrad", {"home_grad13", "replica_grad13", "home_grad2", "replica_grad2"}),
         ("replica_push", {"replica_w"}),
         ("home_reduce", {"home_grad"}),
         ("combine", set()),
