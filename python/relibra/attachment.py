@@ -62,6 +62,7 @@ class Attachment:
         self._hook = model.register_forward_hook(_OutputMarker(self))
         for moe in self.layers.values():
             moe._attachment = weakref.ref(self)
+            moe._grads_to_main = runtime.grad_mode == "main_grad"
 
     # -- layers ------------------------------------------------------------------------------
 
@@ -87,6 +88,8 @@ class Attachment:
     def release(self) -> None:
         """The runtime forgets this model."""
         self._hook.remove()
+        for moe in self.layers.values():
+            moe._grads_to_main = False
 
     def layer_of(self, layer: int) -> BalancedMoE:
         """The module of a decoder layer.
@@ -217,7 +220,13 @@ class Attachment:
         ids = expert_ids.to(torch.int32)
         tables = live_tables(runtime, movers, "home", ids, layout, counts, what)
         return MoEHandle(
-            tables, movers, what, runtime.combine, runtime.grad_mode, runtime.block_rows
+            tables,
+            movers,
+            what,
+            runtime.combine,
+            runtime.grad_mode,
+            runtime.block_rows,
+            kernels=runtime.kernels,
         )
 
     # -- layout ------------------------------------------------------------------------------
@@ -354,6 +363,8 @@ class _OutputMarker:
         self.attachment = weakref.ref(attachment)
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # which use this is, is known only when the graph runs
         attachment = self.attachment()
         if attachment is not None and attachment.model is model:
             attachment.mark_outputs(output)

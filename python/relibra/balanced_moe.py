@@ -75,6 +75,7 @@ class MoEHandle:
         grad_mode: ``"returned"`` or ``"main_grad"`` (adds to ``param.main_grad``, fp32).
         block_rows: rows of a GEMM tile.
         key: (model, optimizer step, pass, micro-batch, layer), None outside a training step.
+        kernels: ``"auto"`` (Triton on CUDA, references on CPU), ``"triton"`` or ``"reference"``.
     """
 
     tables: LayerTables
@@ -84,6 +85,12 @@ class MoEHandle:
     grad_mode: str = "returned"
     block_rows: int = 16
     key: tuple[str, int, str, int, int] | None = None
+    kernels: str = "auto"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether results must not depend on the plan in any bit."""
+        return self.combine == "exact"
 
 
 def balanced_moe(
@@ -157,9 +164,19 @@ class _BalancedMoE(torch.autograd.Function):
         wide_TK = scores_TK.to(accumulation_dtype(x_TD.dtype))
         x_UD, scores_UK = _dispatch(x_TD, wide_TK, handle)
         replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
-        rows_RD = _relibra.token_permute(x_UD, tables.row_to_token_R, tables.token_choice_to_row_UK)
-        h_R2F = _gemm(rows_RD, w13, replica13, handle)
-        y_RD = _gemm(_relibra.swiglu(h_R2F), w2, replica2, handle)
+        h_R2F, a_RF = _relibra.expert_up(
+            x_UD,
+            tables.row_to_token_R,
+            [w13],
+            None,
+            replica13,
+            tables.mtile_B4,
+            handle.block_rows,
+            handle.is_exact,
+            backend=handle.kernels,
+        )
+        y_RD = _gemm(_relibra.grouped_gemm, a_RF, w2, replica2, handle)
+        del a_RF  # made again from h in the backward
         combine = _combine_exact if handle.combine == "exact" else _combine_reduced
         ctx.handle = handle
         ctx.scores_dtype = scores_TK.dtype
@@ -178,27 +195,30 @@ class _BalancedMoE(torch.autograd.Function):
         tables = handle.tables
         dy_UD = _exchange(dy_TD.index_select(0, tables.send_token_V), handle, "output gradients")
         replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
-        dy_RD = _relibra.token_permute(dy_UD, tables.row_to_token_R, tables.token_choice_to_row_UK)
-        da_unscaled_RF = _relibra.grouped_gemm_dgrad(
-            dy_RD, w2, replica2, tables.mtile_B4, handle.block_rows, handle.combine == "exact"
+        score_R = _relibra.row_scores(
+            scores_UK, tables.row_to_choice_R, tables.token_choice_to_row_UK, handle.kernels
         )
-        a_RF = _relibra.swiglu(h_R2F)
-        score_R = _by_row(scores_UK, tables)
-        dh_R2F = _relibra.swiglu_backward(
-            (da_unscaled_RF.to(score_R.dtype) * score_R[:, None]).to(h_R2F.dtype), h_R2F
+        dh_R2F, scored_RF, dscore_R = _relibra.expert_down_backward(
+            dy_UD,
+            tables.row_to_token_R,
+            [w2],
+            None,
+            replica2,
+            h_R2F,
+            score_R,
+            tables.mtile_B4,
+            handle.block_rows,
+            handle.is_exact,
+            backend=handle.kernels,
         )
         dx_TD = dscores_TK = None
         if needs_x:
             dx_TD = _return_dx(dh_R2F, w13, replica13, handle)
         if needs_scores:
-            dscores_TK = _return_dscores(da_unscaled_RF, a_RF, handle).to(ctx.scores_dtype)
+            dscores_TK = _return_dscores(dscore_R, handle).to(ctx.scores_dtype)
         grads: tuple[torch.Tensor | None, ...] = (None, None)
         if needs_w13 or needs_w2:
-            rows_RD = _relibra.token_permute(
-                x_UD, tables.row_to_token_R, tables.token_choice_to_row_UK
-            )
-            scored_RF = (a_RF.to(score_R.dtype) * score_R[:, None]).to(a_RF.dtype)
-            operands = ((dh_R2F, rows_RD), (dy_RD, scored_RF))
+            operands = (x_UD, dy_UD, dh_R2F, scored_RF)
             grads = _weight_grads(ctx.params, operands, (needs_w13, needs_w2), handle)
         handle.movers.leave_backward(handle)
         return dx_TD, dscores_TK, *grads, None
@@ -233,16 +253,21 @@ def _dispatch(
 
 
 def _gemm(
-    rows: torch.Tensor, home: torch.Tensor, replica: torch.Tensor, handle: MoEHandle
+    op: Callable[..., torch.Tensor],
+    rows: torch.Tensor,
+    home: torch.Tensor,
+    replica: torch.Tensor,
+    handle: MoEHandle,
 ) -> torch.Tensor:
-    out: torch.Tensor = _relibra.grouped_gemm(
-        rows,
-        home,
-        replica,
-        handle.tables.mtile_B4,
-        handle.block_rows,
-        handle.combine == "exact",
-    )
+    """One of the two row-wise products, over the tiles of this use."""
+    mtile = handle.tables.mtile_B4
+    return op(rows, home, replica, mtile, handle.block_rows, handle.is_exact, handle.kernels)
+
+
+def _combine(
+    rows: torch.Tensor, index: torch.Tensor, scores: torch.Tensor | None, handle: MoEHandle
+) -> torch.Tensor:
+    out: torch.Tensor = _relibra.combine(rows, index, scores, handle.kernels)
     return out
 
 
@@ -251,10 +276,9 @@ def _combine_reduced(
 ) -> torch.Tensor:
     """Scores applied and summed at each destination, then over destinations by ascending rank."""
     tables = handle.tables
-    part_UD = _relibra.combine(y_RD, tables.token_choice_to_row_UK, scores_UK)
+    part_UD = _combine(y_RD, tables.token_choice_to_row_UK, scores_UK, handle)
     part_VD = _exchange_back(part_UD, handle, "partial outputs")
-    y_TD: torch.Tensor = _relibra.combine(part_VD, tables.token_to_return_TJ, None)
-    return y_TD
+    return _combine(part_VD, tables.token_to_return_TJ, None, handle)
 
 
 def _combine_exact(
@@ -268,49 +292,44 @@ def _combine_exact(
         tables.send_rows_G,
         f"{handle.what}: output rows",
     )
-    y_TD: torch.Tensor = _relibra.combine(back_ND, tables.choice_to_return_TK, scores_TK)
-    return y_TD
-
-
-def _by_row(scores_UK: torch.Tensor, tables: LayerTables) -> torch.Tensor:
-    """Score of every row, 0 on padding."""
-    choice = tables.row_to_choice_R
-    flat = torch.cat([scores_UK.reshape(-1), scores_UK.new_zeros(1)])
-    return flat.index_select(0, torch.where(choice >= 0, choice, flat.numel() - 1))
+    return _combine(back_ND, tables.choice_to_return_TK, scores_TK, handle)
 
 
 def _return_dx(
     dh_R2F: torch.Tensor, w13: torch.Tensor, replica13: torch.Tensor, handle: MoEHandle
 ) -> torch.Tensor:
     tables = handle.tables
-    dx_RD = _relibra.grouped_gemm_dgrad(
-        dh_R2F, w13, replica13, tables.mtile_B4, handle.block_rows, handle.combine == "exact"
-    )
-    dx_UD = _relibra.combine(dx_RD, tables.token_choice_to_row_UK, None)
+    dx_RD = _gemm(_relibra.grouped_gemm_dgrad, dh_R2F, w13, replica13, handle)
+    dx_UD = _combine(dx_RD, tables.token_choice_to_row_UK, None, handle)
     dx_VD = _exchange_back(dx_UD, handle, "input gradients")
-    dx_TD: torch.Tensor = _relibra.combine(dx_VD, tables.token_to_return_TJ, None)
-    return dx_TD
+    return _combine(dx_VD, tables.token_to_return_TJ, None, handle)
 
 
-def _return_dscores(da_RF: torch.Tensor, a_RF: torch.Tensor, handle: MoEHandle) -> torch.Tensor:
+def _return_dscores(dscore_R: torch.Tensor, handle: MoEHandle) -> torch.Tensor:
     """``<dy, expert(x)> = <W2^T dy, a>``, so the second GEMM's output is not needed again."""
     tables = handle.tables
-    wide = accumulation_dtype(a_RF.dtype)
-    dscore_R1 = (da_RF.to(wide) * a_RF.to(wide)).sum(1, keepdim=True)
-    dscores_UK = _relibra.token_unpermute(dscore_R1, tables.token_choice_to_row_UK).squeeze(2)
+    dscores_UK = _relibra.row_scores(
+        dscore_R, tables.token_choice_to_row_UK, tables.row_to_choice_R, handle.kernels
+    )
     dscores_VK = _exchange_back(dscores_UK, handle, "score gradients")
     # Exactly one destination holds each choice, so the sum adds zeros: it is exact.
-    dscores_TK: torch.Tensor = _relibra.combine(dscores_VK, tables.token_to_return_TJ, None)
-    return dscores_TK
+    return _combine(dscores_VK, tables.token_to_return_TJ, None, handle)
 
 
 def _weight_grads(
     weights: tuple[torch.Tensor, torch.Tensor],
-    operands: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    operands: tuple[torch.Tensor, ...],
     needs: tuple[bool, bool],
     handle: MoEHandle,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the home weights, those of their replicas included exactly once."""
+    """Gradients of the home weights, those of their replicas included exactly once.
+
+    Args:
+        weights: w13 and w2 of the home slots.
+        operands: received tokens, their output gradients, gradients of h, score * a.
+        needs: which of the weights want a gradient.
+        handle: of this use.
+    """
     tables, movers = handle.tables, handle.movers
     used = [i for i, needed in enumerate(needs) if needed]
     chosen = tuple(weights[i] for i in used)
@@ -318,11 +337,18 @@ def _weight_grads(
     home = tuple(main_grad_of(w) if into_main else _empty_grad(w) for w in chosen)
     num_replica = tables.slot_rows_n.numel() - weights[0].shape[0]  # the runtime may have more
     replica = tuple(slots[:num_replica] for slots in movers.replica_grads(chosen))
+    pairs: list[torch.Tensor | None] = [None] * 4
     for i, home_grad, replica_grad in zip(used, home, replica, strict=True):
-        grad, rows = operands[i]
-        _relibra.grouped_gemm_wgrad(
-            grad, rows, tables.slot_rows_n, handle.block_rows, home_grad, replica_grad, into_main
-        )
+        pairs[2 * i : 2 * i + 2] = home_grad, replica_grad
+    _relibra.expert_wgrad(
+        *operands,
+        tables.row_to_token_R,
+        tables.slot_rows_n,
+        handle.block_rows,
+        *pairs,
+        into_main,
+        handle.kernels,
+    )
     movers.reduce(replica, home, tables, handle.what)
     out: list[torch.Tensor | None] = [None, None]
     for i, home_grad in zip(used, home, strict=True):

@@ -91,9 +91,9 @@ def live_tables(
         what: names the use in errors.
         planned: the plan of this use, for ``fraction``.
     """
-    counts_GE = torch.stack(runtime.gather(counts_E, f"{what}: counts")).numpy()
+    counts_GE = torch.stack(runtime.gather(counts_E, f"{what}: counts")).cpu().numpy()
     source = live_source(runtime, mode, counts_GE, layout, planned)
-    sends = source.count_sends(ids_TK, runtime.num_ranks)
+    sends = source.count_sends(ids_TK, runtime.num_ranks, runtime.kernels)
     sends_GG = torch.stack(runtime.gather(sends, f"{what}: token counts"))
 
     def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
@@ -107,4 +107,5 @@ def live_tables(
         exchange,
         num_home=layout.slots_per_rank,
         block_rows=runtime.block_rows,
+        backend=runtime.kernels,
     )

@@ -90,7 +90,7 @@ def local_tables(
         block_rows: rows of a GEMM tile.
     """
     counts = count_ids(ids_TK, layout.num_experts)
-    source = SourceRoute.live(counts.numpy()[None], layout, 0, 0, block_rows)
+    source = SourceRoute.live(counts.cpu().numpy()[None], layout, 0, 0, block_rows)
     ids = ids_TK.to(torch.int32)
     sends = source.count_sends(ids, 1).tolist()
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from relibra.balanced_moe import MoEHandle, balanced_moe
+from relibra.compiled import CompiledLayer
 from relibra.local_use import local_handle
 from relibra.plan import ExpertLayout
 from relibra_kernels.checks import check_int, check_tensor
@@ -79,7 +80,13 @@ class BalancedMoE(nn.Module):
         self.w2 = nn.Parameter(torch.empty(len(home), *shape2, device=device, dtype=dtype))
         self.home_slot_expert = torch.tensor(home.tolist(), dtype=torch.int64, device="cpu")
         self._attachment: weakref.ref[Attachment] | None = None
+        self._grads_to_main = False  # set when attached, read while a graph is traced
+        self._make_opaque()
         self.reset_parameters()
+
+    def _make_opaque(self) -> None:
+        self._opaque = CompiledLayer(self)
+        self._layer_id = self._opaque.layer_id  # the only part of it that enters a graph
 
     def reset_parameters(self) -> None:
         """Normal weights of standard deviation 1/sqrt(fan-in); filler slots are zero."""
@@ -133,8 +140,10 @@ class BalancedMoE(nn.Module):
             moe.w2[slots] = w2_EDF[experts]
         return moe
 
+    # Traced, the ids of one micro-batch would become a constant of the graph.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def replayed_ids(self) -> torch.Tensor | None:
-        """Expert ids of the current use.
+        """Expert ids of the current use; not inside a compiled graph, which takes them as input.
 
         Returns:
             int64 ``[T, K]``, -1 in rows that follow the live router: the caller puts its own ids
@@ -145,8 +154,6 @@ class BalancedMoE(nn.Module):
         ids = None if use is None else use.expert_ids(self.layer)
         return None if ids is None else ids.long()
 
-    # The tables are NumPy code on live values: nothing to trace.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -167,12 +174,28 @@ class BalancedMoE(nn.Module):
             RuntimeError: a sharded layer that no runtime was attached to, or a recomputed layer
                 whose micro-batch cannot be told.
         """
+        if torch.compiler.is_compiling():
+            return self._traced(x, scores, expert_ids)
         check_tensor("x", x)
         if x.dim() == 0:
             raise ValueError("x: need [..., D], got a scalar")
         x_TD = x.reshape(-1, x.shape[-1])
         handle = self._handle(expert_ids, x_TD.shape[0])
         return balanced_moe(x_TD, scores, self.w13, self.w2, handle=handle).view(x.shape)
+
+    def _traced(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One opaque op in the graph; it looks up the use, and checks, when it runs."""
+        mode = "main_grad" if self._grads_to_main else "returned"
+        if self._grads_to_main and hasattr(self.w13, "grad_added_to_main_grad"):
+            mode = "dummy"
+        x_TD, keep = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
+        weights = (self.w13, self.w2)
+        y_TD: torch.Tensor = torch.ops.relibra.moe_forward(
+            x_TD, scores, *weights, expert_ids, self._layer_id, keep, mode
+        )[0]
+        return y_TD.view(x.shape)
 
     def _handle(self, expert_ids: torch.Tensor | None, num_tokens: int) -> MoEHandle:
         attachment = self._attached()
@@ -233,7 +256,14 @@ class BalancedMoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not attached: they are other parameters."""
-        return {**self.__dict__, "_attachment": None}
+        dropped = ("_opaque", "_layer_id")
+        state = {name: part for name, part in self.__dict__.items() if name not in dropped}
+        return {**state, "_attachment": None, "_grads_to_main": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own to compiled graphs."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_opaque()
 
     def extra_repr(self) -> str:
         """Sizes for ``print(model)``."""

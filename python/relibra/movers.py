@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from relibra_kernels.reference.combine import accumulation_dtype
 
 if TYPE_CHECKING:
-    import torch
-
     from relibra.balanced_moe import MoEHandle
     from relibra.rank_tables import LayerTables
     from relibra.runtime import Runtime
     from relibra.use import Use
+
+
+class ReplicaBuffers:
+    """Replica slots that all layers of a runtime share, made when first used.
+
+    Args:
+        num_slots: S.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def weights(self, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Slots ``[S, ...]`` for weights of these shapes."""
+        return tuple(self._buffer("weight", w, w.dtype) for w in like)
+
+    def grads(self, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Gradient slots ``[S, ...]`` for weights of these shapes."""
+        return tuple(self._buffer("grad", w, accumulation_dtype(w.dtype)) for w in like)
+
+    def _buffer(self, kind: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        key = (kind, tuple(weight.shape[1:]), dtype, weight.device)
+        if key not in self._buffers:
+            shape = (self.num_slots, *weight.shape[1:])
+            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=weight.device)
+        return self._buffers[key]
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self._buffers.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +69,7 @@ class GroupMovers:
         self, weights: tuple[torch.Tensor, ...], tables: LayerTables, what: str
     ) -> tuple[torch.Tensor, ...]:
         """Home weights -> replica slots."""
-        buffers = self.runtime.weight_buffers(weights)
+        buffers = self.runtime.buffers.weights(weights)
         pairs = list(zip(weights, buffers, strict=True))
         with self.runtime.noting_failure():
             self.runtime.replicas.push(
@@ -46,7 +79,7 @@ class GroupMovers:
 
     def replica_grads(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The runtime's gradient slots."""
-        return self.runtime.grad_buffers(weights)
+        return self.runtime.buffers.grads(weights)
 
     def reduce(
         self,

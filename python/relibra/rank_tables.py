@@ -198,15 +198,13 @@ class SourceRoute:
         empty = np.full((num_ranks, num_replica), -1, np.int32)
         return cls.build(layout, empty, quota.reshape(num_ranks, -1), rank, block)
 
-    def count_sends(self, ids_TK: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    def count_sends(
+        self, ids_TK: torch.Tensor, num_ranks: int, backend: str = "auto"
+    ) -> torch.Tensor:
         """Distinct tokens of this rank for each destination rank, int64 ``[G]``."""
+        lists = [x.to(ids_TK.device) for x in self.quota.tensors()[:3]]
         sends: torch.Tensor = torch.ops.relibra.count_sends(
-            ids_TK,
-            self.quota.expert_first,
-            self.quota.slot_id,
-            self.quota.slot_quota,
-            self.slot_rows_n.numel(),
-            num_ranks,
+            ids_TK, *lists, self.slot_rows_n.numel(), num_ranks, backend
         )
         return sends
 
@@ -268,33 +266,34 @@ class LayerTables:
         *,
         num_home: int,
         block_rows: int,
+        device: torch.device | None = None,
+        backend: str = "auto",
     ) -> LayerTables:
         """Build the tables; the rows of the sent tokens travel to their destinations here.
 
         Args:
-            ids_TK: int32 ``[T, K]``.
+            ids_TK: int32 ``[T, K]``, on any device.
             source: host integers of this use.
             send_splits: tokens to each rank.
             recv_splits: tokens from each rank.
             exchange: all-to-all of rows ``(tensor, send_splits, recv_splits) -> tensor``.
             num_home: H.
             block_rows: rows of a GEMM tile.
+            device: of the index tables, where the tokens are; None takes that of the ids.
+            backend: who builds them, see `relibra_kernels.ops`.
         """
         send, receive = list(send_splits), list(recv_splits)
-        quota = source.quota
+        place = ids_TK.device if device is None else device
+        ids_TK = ids_TK.to(place, non_blocking=True)
+        quota = [x.to(place, non_blocking=True) for x in source.quota.tensors()]
         _, send_token, send_rows, token_to_return = torch.ops.relibra.build_route(
-            ids_TK,
-            quota.expert_first,
-            quota.slot_id,
-            quota.slot_quota,
-            quota.slot_first_row,
-            source.slot_rows_n.numel(),
-            len(send),
-            sum(send),
+            ids_TK, *quota, source.slot_rows_n.numel(), len(send), sum(send), backend
         )
         token_choice_to_row = exchange(send_rows, send, receive)
         num_rows = int(slot_bases(source.slot_rows_n, block_rows)[-1])
-        row_to_token, row_to_choice = torch.ops.relibra.build_rows(token_choice_to_row, num_rows)
+        row_to_token, row_to_choice = torch.ops.relibra.build_rows(
+            token_choice_to_row, num_rows, backend
+        )
         return cls(
             num_tokens=ids_TK.shape[0],
             ids_TK=ids_TK,
@@ -311,7 +310,7 @@ class LayerTables:
             row_to_token_R=row_to_token,
             row_to_choice_R=row_to_choice,
             slot_rows_n=source.slot_rows_n,
-            mtile_B4=m_tiles(source.slot_rows_n, num_home, block_rows),
+            mtile_B4=m_tiles(source.slot_rows_n, num_home, block_rows).to(place),
             push_list=source.push_list,
             pull_list=source.pull_list,
         )

@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 
 from relibra import logical_state
-from relibra.agreement import agree, gather_tensor, own_group, stack_loads
+from relibra.agreement import agree, gather_tensor, own_group, stack_loads, wire_device
 from relibra.attachment import Attachment
 from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
+from relibra.movers import ReplicaBuffers
 from relibra.planner.problem import make_problem
 from relibra.sharded_planning import plan_sharded
 from relibra.step import TrainingStep
 from relibra.topology import Topology
 from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError, ReplicaSyncError
-from relibra_kernels.reference.combine import accumulation_dtype
+from relibra_kernels.ops.backend import BACKENDS
+from relibra_kernels.ops.gemm_launch import default_block_rows
 from relibra_kernels.transport.dispatch import FlatDispatch
 from relibra_kernels.transport.group import Ranks
 from relibra_kernels.transport.replica import DistReplica
@@ -57,7 +59,11 @@ class Runtime:
             returns every row, so that outputs are bitwise independent of the plan.
         grad_mode: ``"returned"`` gives weight gradients to autograd; ``"main_grad"`` adds them to
             ``param.main_grad`` (fp32).
-        block_rows: rows of a GEMM tile; every slot's rows are padded to it.
+        block_rows: rows of a GEMM tile; every slot's rows are padded to it. None takes what the
+            kernels of this rank's device need (16 on the CPU).
+        kernels: ``"auto"`` runs Triton kernels on CUDA and the references on the CPU,
+            ``"reference"`` runs torch everywhere, ``"triton"`` on the CPU needs Triton's
+            interpreter: for tests, it is slow.
         timeout_s: seconds that a rank waits for its peers; None keeps the time-out of ``group``.
             With a number the runtime makes a group of its own over the same ranks (collective).
 
@@ -81,13 +87,17 @@ class Runtime:
         transport: str = "auto",
         combine: str = "reduced",
         grad_mode: str = "returned",
-        block_rows: int = 16,
+        block_rows: int | None = None,
+        kernels: str = "auto",
         timeout_s: float | None = None,
     ) -> None:
         check_choice("transport", transport, TRANSPORTS)
         self.combine = check_choice("combine", combine, COMBINE_MODES)
         self.grad_mode = check_choice("grad_mode", grad_mode, GRAD_MODES)
         self.replica_slots = check_int("replica_slots", replica_slots, minimum=0)
+        self.kernels = check_choice("kernels", kernels, BACKENDS)
+        if block_rows is None:
+            block_rows = default_block_rows(wire_device(group), kernels)
         self.block_rows = check_int("block_rows", block_rows, minimum=1, maximum=1 << 16)
         if timeout_s is not None and not 0 < float(timeout_s) <= 1e6:
             raise ValueError(f"timeout_s: need more than 0 and up to 1e+06 s, got {timeout_s}")
@@ -109,7 +119,7 @@ class Runtime:
         self.replicas = DistReplica(self.group)
         self.failure: Exception | None = None
         self.attachments: dict[str, Attachment] = {}
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.buffers = ReplicaBuffers(self.replica_slots)
         self._closed = False
 
     # -- models ------------------------------------------------------------------------------
@@ -137,8 +147,8 @@ class Runtime:
         attachment = Attachment(self, model, optimizer, name)
         for moe in attachment.layers.values():
             weights = (moe.w13.data, moe.w2.data)
-            self.weight_buffers(weights)
-            self.grad_buffers(weights)
+            self.buffers.weights(weights)
+            self.buffers.grads(weights)
         self.attachments[name] = attachment
 
     def detach(self, name: str) -> None:
@@ -332,23 +342,6 @@ class Runtime:
         layout = self.attachment(model).layouts_by_layer()[layer]
         return logical_state.gather_experts(local_H, layout, self.group)
 
-    # -- buffers and end ---------------------------------------------------------------------
-
-    def weight_buffers(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Replica slots ``[S, ...]`` for weights of these shapes, shared by all layers."""
-        return tuple(self._buffer("weight", w, w.dtype) for w in weights)
-
-    def grad_buffers(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Gradient slots ``[S, ...]`` for weights of these shapes, shared by all layers."""
-        return tuple(self._buffer("grad", w, accumulation_dtype(w.dtype)) for w in weights)
-
-    def _buffer(self, kind: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        key = (kind, tuple(weight.shape[1:]), dtype, weight.device)
-        if key not in self._buffers:
-            shape = (self.replica_slots, *weight.shape[1:])
-            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=weight.device)
-        return self._buffers[key]
-
     # -- collectives -------------------------------------------------------------------------
 
     def agree(self, facts: Mapping[str, int], *, what: str, fault: Exception | None = None) -> None:
@@ -386,7 +379,7 @@ class Runtime:
         for attachment in self.attachments.values():
             attachment.release()
         self.attachments.clear()
-        self._buffers.clear()
+        self.buffers.clear()
         if self._owns_group and self.failure is None and dist.is_initialized():
             dist.destroy_process_group(self.group)
 

@@ -21,6 +21,7 @@ from relibra.route_checks import Routes, check_against_plan, checked_routes
 from relibra.use import Use, check_same_ids
 from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError
+from relibra_kernels.ops.backend import raise_device_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -112,8 +113,17 @@ class TrainingStep:
                 "order of executed passes, micro-batches and layers (CRC-32)": self._order,
             },
             what=f"end of optimizer step {self.optimizer_step}",
-            fault=self.runtime.failure,
+            fault=self.runtime.failure or self._device_fault(),
         )
+
+    def _device_fault(self) -> Exception | None:
+        """What kernels of this step found wrong; the only device sync of a step on CUDA."""
+        try:
+            for moe in self.attachment.layers.values():
+                raise_device_errors(moe.w13.device)
+        except ValueError as error:
+            return error
+        return None
 
     def require_open(self, what: str) -> None:
         """Raise unless the step's context is active.
@@ -240,6 +250,8 @@ class TrainingStep:
             exchange,
             num_home=self.attachment.num_home,
             block_rows=self.runtime.block_rows,
+            device=self.attachment.layer_of(self.attachment.moe_layers[index]).w13.device,
+            backend=self.runtime.kernels,
         )
 
     def _live_tables(self, use: Use, index: int, ids_TK: torch.Tensor, what: str) -> LayerTables:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from relibra.balanced_moe import MoEHandle
+from relibra_kernels.ops.backend import checks_values, note_other_ids
 
 if TYPE_CHECKING:
     from relibra.step import TrainingStep
@@ -70,6 +71,7 @@ class Use:
             combine=runtime.combine,
             grad_mode=runtime.grad_mode,
             block_rows=runtime.block_rows,
+            kernels=runtime.kernels,
             key=(step.attachment.name, step.optimizer_step, self.pass_, self.micro_batch, layer),
         )
 
@@ -110,7 +112,8 @@ def check_same_ids(
 
     Raises:
         TypeError: no integers.
-        ValueError: another shape or id; names the first place.
+        ValueError: another shape or id; names the first place. Ids on CUDA are compared there, and
+            an error comes at the end of the step.
     """
     if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
         raise TypeError(f"expert_ids: need an integer dtype for {what}, got {expert_ids.dtype}")
@@ -118,9 +121,13 @@ def check_same_ids(
         raise ValueError(
             f"expert_ids: need {list(planned.shape)} for {what}, got {list(expert_ids.shape)}"
         )
+    planned = planned.to(expert_ids.device, non_blocking=True)
     different = expert_ids.to(planned.dtype) != planned
     if only_known:
         different &= planned >= 0
+    if not checks_values(expert_ids):
+        note_other_ids(different)  # told at the end of the step: no device sync here
+        return
     if different.any():
         token, choice = torch.nonzero(different)[0].tolist()
         raise ValueError(
