@@ -1,5 +1,6 @@
-# make setup | demo | test | lint | format | native | bench | clean        (CONTRIBUTING.md says more)
+# make setup | demo | test | lint | format | native | aot | bench | clean  (CONTRIBUTING.md says more)
 # Variables: PYTHON (3.11 or newer), CXX, JOBS (test processes), TORCH and TRITON (what to install),
+# TRITON_PATH and AOT_OUT (aot: folder of another Triton, file of results),
 # and the build options RELIBRA_CUDA, RELIBRA_NVSHMEM, RELIBRA_CUDA_ARCHS.
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ CPP := $(wildcard cuda/*/*.cpp cuda/*/*.hpp cuda/*/*.h cuda/*/*.cu cuda/*/*.cuh)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format native bench clean
+.PHONY: help setup demo test lint format native aot bench clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -74,6 +75,11 @@ format: setup
 	@$(BIN)/ruff check --quiet --fix . || true
 	@$(BIN)/ruff format --quiet .
 	@$(if $(CPP),$(BIN)/clang-format -i $(CPP))
+
+# Compiles every kernel for sm_80, sm_90 and sm_100 and judges the binaries; needs no GPU.
+aot: setup
+	@$(PY) perf/aot_gate.py --jobs $(JOBS) --cache build/triton-cache \
+	  $(if $(TRITON_PATH),--triton-path $(TRITON_PATH)) $(if $(AOT_OUT),--out $(AOT_OUT))
 
 bench: setup
 	@set -e; for bench in $(wildcard perf/bench_*.py); do \

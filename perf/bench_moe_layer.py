@@ -1,126 +1,129 @@
-"""Forward and backward of one MoE layer on the CPU, all experts in this process.
+"""Forward and backward of a rank's part of a MoE layer, beside what else computes it.
 
-Side by side in one run: a loop over experts, a pipeline on torch's grouped GEMM, and
-`relibra.BalancedMoE` in both combine modes, tables built in every call. Before any time is printed
-the outputs and gradients of all of them must agree.
+    python perf/bench_moe_layer.py [--smoke] [--full] [--json FILE] [--plot FILE]
+    TRITON_INTERPRET=1 python perf/bench_moe_layer.py --backend triton     (gate only)
 
-    python perf/bench_moe_layer.py [--smoke] [--json FILE]
+Forward: F1 gather + GEMM + SwiGLU, F2 GEMM, F3 weighted sum, F4 sum at the source. Backward: B1,
+B3, B4, B5, B2 into fp32 main_grad. One stream, launched by the host; transfers between ranks are
+left out. "forward, tables built" also builds every index table from ids, which a plan moves off
+the critical path. FLOPs are 6 and 12 * real rows * D * F. The bound adds up, kernel by kernel, the
+larger of operations over a dense matmul's rate and bytes over a copy's rate, both measured in the
+same run. Everything must agree with an fp32 reference before a time is printed.
+
+Without a GPU: small sizes and CPU bodies; those times say nothing about a GPU.
 """
 
-import argparse
-import sys
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
-from harness import measure, write_lines
+from kernel_baselines import Pipeline, installed
+from kernel_layer import backward, build_tables, forward
+from kernel_report import Bench, Candidate, Group
+from kernel_shapes import LayerProblem, costs, reference, total
 
 import relibra
-from relibra_kernels.reference.moe import dense_moe
-from relibra_kernels.testing.compare import calc_diff
 
-# tokens, experts, choices, model dim, expert dim
-CASES = {
-    "small": (512, 32, 4, 256, 256),
-    "fine-grained": (1024, 128, 8, 256, 96),
-    "wide": (512, 8, 2, 512, 1024),
+# TFLOP/s of forward with its tables, and of backward, on an H200.
+MUST = {
+    "Qwen3-30B-A3B": (520, 450),
+    "Qwen3-235B-A22B": (560, 500),
+    "GLM-4.5-Air": (560, 500),
+    "DeepSeek-V3": (580, 530),
 }
-SMOKE = {"smoke": (64, 8, 2, 32, 32)}
+
+Result = Sequence[torch.Tensor]
 
 
-def grouped_pipeline(x, ids, scores, w13, w2):
-    """Sort by expert, two grouped GEMMs, weighted sum: what a torch user writes today."""
-    num_choices = ids.shape[1]
-    order = torch.argsort(ids.reshape(-1), stable=True)
-    offsets = torch.bincount(ids.reshape(-1), minlength=w13.shape[0]).cumsum(0).to(torch.int32)
-    rows = x[order // num_choices]
-    h = F.grouped_mm(rows, w13.transpose(1, 2), offs=offsets)
-    gate, up = h.chunk(2, -1)
-    y = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offsets)
-    y = y * scores.reshape(-1)[order, None]
-    return torch.zeros_like(x).index_add(0, order // num_choices, y)
+def relibra_forward(p: LayerProblem, built: bool) -> Callable[[], Result]:
+    return lambda: [forward(p, build_tables(p) if built else p.tables)[0]]
 
 
-def make_case(tokens, experts, choices, hidden, expert):
-    """Inputs of order one, popularity of experts log-normal."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*size):
-        return torch.randn(*size, generator=generator)
-
-    heat = normal(experts)
-    ids = (heat - torch.empty(tokens, experts).exponential_(generator=generator).log()).topk(
-        choices
-    )
-    return {
-        "x": normal(tokens, hidden).requires_grad_(),
-        "ids": ids.indices,
-        "scores": torch.rand(tokens, choices, generator=generator).requires_grad_(),
-        "w13": normal(experts, 2 * expert, hidden).mul_(hidden**-0.5).requires_grad_(),
-        "w2": normal(experts, hidden, expert).mul_(expert**-0.5).requires_grad_(),
-        "dy": normal(tokens, hidden),
-    }
+def relibra_backward(p: LayerProblem) -> Callable[[], Result]:
+    h = forward(p, p.tables)[1]
+    return lambda: backward(p, p.tables, h)
 
 
-def candidates(case):
-    """Name -> function that returns the output and all gradients."""
-    leaves = [case[name] for name in ("x", "scores", "w13", "w2")]
-    x, scores, w13, w2 = leaves
+def pipeline_forward(pipeline: Pipeline, built: bool) -> Callable[[], Result]:
+    def run() -> Result:
+        if built:
+            pipeline.build()
+        return pipeline.forward()
 
-    def grads(y, wanted):
-        return [y.detach(), *torch.autograd.grad(y, wanted, case["dy"])]
-
-    def balanced(combine):
-        moe = relibra.BalancedMoE.from_dense(w13.detach(), w2.detach(), layer=0)
-        runtime = relibra.Runtime(combine=combine, replica_slots=0)
-        runtime.attach(moe)
-
-        def run():
-            return grads(moe(x, scores, case["ids"]), [x, scores, moe.w13, moe.w2])
-
-        run.keep = runtime  # the layer holds only a weak reference
-        return run
-
-    return {
-        "expert loop": lambda: grads(dense_moe(x, case["ids"], scores, w13, w2), leaves),
-        "torch grouped_mm": lambda: grads(
-            grouped_pipeline(x, case["ids"], scores, w13, w2), leaves
-        ),
-        "relibra reduced": balanced("reduced"),
-        "relibra exact": balanced("exact"),
-    }
+    return run
 
 
-def check(functions):
-    """The correctness gate: every candidate equals the expert loop."""
-    expected = functions["expert loop"]()
-    for name, run in functions.items():
-        for place, (got, need) in enumerate(zip(run(), expected, strict=True)):
-            diff = calc_diff(got, need)
-            if not diff < 1e-11:
-                sys.exit(f"error: {name}: tensor {place} differs, calc_diff {diff:.1e}")
+def balanced_step(p: LayerProblem) -> Callable[[], Result]:
+    """`relibra.BalancedMoE` with a rank's slots as its experts: from ids to gradients."""
+    moe = relibra.BalancedMoE.from_dense(p.w13, p.w2, layer=0).to(p.device)
+    runtime = relibra.Runtime(combine="reduced", replica_slots=0)
+    runtime.attach(moe)
+    x, scores = (t.detach().requires_grad_() for t in (p.x, p.scores))
+
+    def run() -> Result:
+        y = moe(x, scores, p.ids)
+        dx, ds, dw13, dw2 = torch.autograd.grad(y, [x, scores, moe.w13, moe.w2], p.dy)
+        return [ds, dw13, dw2]
+
+    run.keep = runtime  # type: ignore[attr-defined]  # the layer holds only a weak reference
+    return run
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, two rounds")
-    parser.add_argument("--json", metavar="FILE", help="append one JSON line a result")
-    args = parser.parse_args()
-    rows = []
-    for case_name, sizes in (SMOKE if args.smoke else CASES).items():
-        functions = candidates(make_case(*sizes))
-        check(functions)
-        times = measure(functions, rounds=2 if args.smoke else 15)
-        base = times["torch grouped_mm"]["median_us"]
-        print(f"{case_name}: T, E, K, D, F = {sizes}; fp32, forward + backward, measured on CPU")
-        for name, value in times.items():
-            ratio = value["median_us"] / base
-            print(
-                f"  {name:18} {value['median_us'] / 1e3:8.2f} ms "
-                f"(p10 {value['p10_us'] / 1e3:.2f}, p90 {value['p90_us'] / 1e3:.2f}), "
-                f"{ratio:.2f} x torch grouped_mm"
-            )
-            rows.append({"bench": "moe_layer", "case": case_name, "name": name, **value})
-    write_lines(args.json, rows)
+def step(p: LayerProblem) -> Callable[[], Result]:
+    """The same on the ops alone."""
+
+    def run() -> Result:
+        p.reset()
+        tables = build_tables(p)
+        _, h = forward(p, tables)
+        return backward(p, tables, h)[1:]
+
+    return run
+
+
+def layer_groups(bench: Bench, problems: list[LayerProblem], others: Sequence[str]) -> list[Group]:
+    """Forward with and without tables, backward, and on a CPU the whole step."""
+    p, ref = problems[0], reference(problems[0])
+    parts = costs(p)
+    names = ["torch grouped_mm", *others]
+    pipelines = {name: [Pipeline(each, name) for each in problems] for name in names}
+
+    def ahead(built: bool) -> list[Candidate]:
+        ours = Candidate("relibra", [relibra_forward(each, built) for each in problems])
+        return [ours] + [
+            Candidate(name, [pipeline_forward(each, built) for each in copies])
+            for name, copies in pipelines.items()
+        ]
+
+    def back() -> list[Candidate]:
+        ours = Candidate("relibra", [relibra_backward(q) for q in problems], reset=p.reset)
+        return [ours] + [
+            Candidate(name, [each.backward for each in copies], reset=copies[0].reset)
+            for name, copies in pipelines.items()
+            if copies[0].has_backward
+        ]
+
+    gradients = [ref["dx_sum"], ref["dscores"], ref["dw13"], ref["dw2"]]
+    up, down = (total(parts, letter, bench.rates) for letter in "FB")
+    must = MUST.get(p.shape.model, (None, None))
+    found = [
+        Group("forward", [ref["out"]], ahead(False), *up),
+        Group("forward, tables built", [ref["out"]], ahead(True), *up, must[0]),
+        Group("backward", gradients, back(), *down, must[1]),
+    ]
+    if not bench.on_gpu and not bench.gate_only:
+        both = [
+            Candidate("relibra, ops", [step(p)]),
+            Candidate("relibra.BalancedMoE", [balanced_step(p)]),
+        ]
+        costs_of_both = up[0] + down[0], up[1] + down[1]
+        found.append(Group("step, tables built", gradients[1:], both, *costs_of_both))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    bench = Bench("moe_layer", __doc__, arguments)
+    others = [] if bench.gate_only else installed()
+    bench.run(lambda problems: layer_groups(bench, problems, others))
 
 
 if __name__ == "__main__":
