@@ -17,21 +17,7 @@ constexpr uint64_t kSampledSwaps = 512;
 constexpr double kPricedTemperature = 0.02;  // as AnnealOptions::begin_temperature
 constexpr int kBlock = 64;                   // swaps that are drawn ahead
 static_assert(kProposalsPerTemperature % kBlock == 0);
-constexpr int kPlaceBits = 24;  // random bits for each place of a swap
 static_assert(2 * kPlaceBits + kExponentialBits == 64);
-
-// Two experts in different bins, from the low bits of a random word.
-template <typename State>
-RELIBRA_INLINE Swap propose(const State& state, int num_experts, uint64_t bits) {
-  Swap swap;
-  swap.place_a = int(below(bits, kPlaceBits, uint32_t(num_experts)));
-  swap.bin_a = state.bin_of_place(swap.place_a);
-  const int others = num_experts - state.num_places(swap.bin_a);
-  swap.place_b = int(below(bits >> kPlaceBits, kPlaceBits, uint32_t(others)));
-  if (swap.place_b >= state.first_place(swap.bin_a)) swap.place_b += num_experts - others;
-  swap.bin_b = state.bin_of_place(swap.place_b);
-  return swap;
-}
 
 // Mean rise of the objective over random swaps that raise it: the unit of temperature.
 template <typename State>

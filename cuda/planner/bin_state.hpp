@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/clones.hpp"
+#include "common/random.hpp"
 #include "planner/anneal.hpp"
 
 namespace relibra {
@@ -42,6 +43,21 @@ struct Swap {
   int place_a, place_b;
   int bin_a, bin_b;
 };
+
+constexpr int kPlaceBits = 24;  // random bits for each place of a swap
+
+// Two experts in different bins, from the low bits of a random word.
+template <typename State>
+RELIBRA_INLINE Swap propose(const State& state, int num_experts, uint64_t bits) {
+  Swap swap;
+  swap.place_a = int(below(bits, kPlaceBits, uint32_t(num_experts)));
+  swap.bin_a = state.bin_of_place(swap.place_a);
+  const int others = num_experts - state.num_places(swap.bin_a);
+  swap.place_b = int(below(bits >> kPlaceBits, kPlaceBits, uint32_t(others)));
+  if (swap.place_b >= state.first_place(swap.bin_a)) swap.place_b += num_experts - others;
+  swap.bin_b = state.bin_of_place(swap.place_b);
+  return swap;
+}
 
 // T holds every bin load and the objective. kOthers: how many bins beside the two that swap are
 // looked at; 0 keeps the three largest bins of each column instead, so that the largest of the

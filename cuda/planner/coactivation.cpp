@@ -11,7 +11,6 @@ namespace relibra {
 namespace {
 
 constexpr int kWordsPerLine = 8;
-constexpr int kPlaceBits = 24;  // random bits for each place of a swap
 constexpr int64_t kProposalsPerTemperature = 256;
 constexpr uint64_t kSampledSwaps = 256;
 // Temperatures in units of the mean rise over random swaps, as in anneal().
@@ -88,19 +87,6 @@ class BinTokens {
   std::vector<int64_t> copies_;      // [B]
   int64_t total_ = 0;
 };
-
-// Two experts in different bins, from the low bits of a random word.
-template <typename State>
-RELIBRA_INLINE Swap propose(const State& state, int num_experts, uint64_t bits) {
-  Swap swap;
-  swap.place_a = int(below(bits, kPlaceBits, uint32_t(num_experts)));
-  swap.bin_a = state.bin_of_place(swap.place_a);
-  const int others = num_experts - state.num_places(swap.bin_a);
-  swap.place_b = int(below(bits >> kPlaceBits, kPlaceBits, uint32_t(others)));
-  if (swap.place_b >= state.first_place(swap.bin_a)) swap.place_b += num_experts - others;
-  swap.bin_b = state.bin_of_place(swap.place_b);
-  return swap;
-}
 
 // The search; energy = copies, and what the loads have above their limit in the same unit.
 template <typename State>
