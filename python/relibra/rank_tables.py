@@ -202,7 +202,7 @@ class SourceRoute:
         self, ids_TK: torch.Tensor, num_ranks: int, backend: str = "auto"
     ) -> torch.Tensor:
         """Distinct tokens of this rank for each destination rank, int64 ``[G]``."""
-        lists = [x.to(ids_TK.device) for x in self.quota.tensors()[:3]]
+        lists = [x.to(ids_TK.device, non_blocking=True) for x in self.quota.tensors()[:3]]
         sends: torch.Tensor = torch.ops.relibra.count_sends(
             ids_TK, *lists, self.slot_rows_n.numel(), num_ranks, backend
         )
@@ -310,7 +310,7 @@ class LayerTables:
             row_to_token_R=row_to_token,
             row_to_choice_R=row_to_choice,
             slot_rows_n=source.slot_rows_n,
-            mtile_B4=m_tiles(source.slot_rows_n, num_home, block_rows).to(place),
+            mtile_B4=m_tiles(source.slot_rows_n, num_home, block_rows).to(place, non_blocking=True),
             push_list=source.push_list,
             pull_list=source.pull_list,
         )

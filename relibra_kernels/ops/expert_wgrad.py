@@ -132,7 +132,7 @@ def _launch_wgrad(
         halves * per_half if grads[0] is not None else 0,
         per_half if grads[1] is not None else 0,
         accumulate_home,
-    ).to(x.device)
+    ).to(x.device, non_blocking=True)  # no sync of the stream
     kernels.expert_wgrad(
         x,
         dy if dy.stride(1) == 1 else dy.contiguous(),

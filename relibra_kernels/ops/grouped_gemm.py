@@ -127,9 +127,8 @@ def _launch_wgrad(
     check_gemm_sizes(grad, N=width, D=depth)
     config = gemm_config("grouped_gemm_wgrad", grad, width, depth)
     num_tiles = kernels.count_output_tiles(width, depth, config)
-    wtile = w_tiles(slot_rows_n, len(home_grad), 0, block_rows, 0, num_tiles, accumulate_home).to(
-        grad.device
-    )
+    wtile = w_tiles(slot_rows_n, len(home_grad), 0, block_rows, 0, num_tiles, accumulate_home)
+    wtile = wtile.to(grad.device, non_blocking=True)  # no sync of the stream
     replica = replica_grad if len(replica_grad) else None
     kernels.expert_wgrad(
         grad,
