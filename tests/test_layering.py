@@ -28,6 +28,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}
     | {
         "compiled",
+        "token_exchange",
         "composition",
         "composed",
         "simulate",

@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from relibra.token_exchange import (
+    combine_exact,
+    combine_reduced,
+    dispatch_grads,
+    dispatch_tokens,
+    return_dscores,
+    return_dx,
+)
 from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
 from relibra_kernels.checks import check_tensor
 from relibra_kernels.reference.combine import accumulation_dtype
@@ -162,7 +170,7 @@ class _BalancedMoE(torch.autograd.Function):
     ) -> torch.Tensor:
         tables = handle.tables
         wide_TK = scores_TK.to(accumulation_dtype(x_TD.dtype))
-        x_UD, scores_UK = _dispatch(x_TD, wide_TK, handle)
+        x_UD, scores_UK = dispatch_tokens(x_TD, wide_TK, handle)
         replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
         h_R2F, a_RF = _relibra.expert_up(
             x_UD,
@@ -177,7 +185,7 @@ class _BalancedMoE(torch.autograd.Function):
         )
         y_RD = _gemm(_relibra.grouped_gemm, a_RF, w2, replica2, handle)
         del a_RF  # made again from h in the backward
-        combine = _combine_exact if handle.combine == "exact" else _combine_reduced
+        combine = combine_exact if handle.is_exact else combine_reduced
         ctx.handle = handle
         ctx.scores_dtype = scores_TK.dtype
         ctx.params = (w13, w2)  # saved tensors lose attributes such as main_grad under recompute
@@ -193,7 +201,7 @@ class _BalancedMoE(torch.autograd.Function):
         x_UD, h_R2F, scores_UK, w13, w2 = ctx.saved_tensors
         needs_x, needs_scores, needs_w13, needs_w2 = ctx.needs_input_grad[:4]
         tables = handle.tables
-        dy_UD = _exchange(dy_TD.index_select(0, tables.send_token_V), handle, "output gradients")
+        dy_UD = dispatch_grads(dy_TD, handle)
         replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
         score_R = _relibra.row_scores(
             scores_UK, tables.row_to_choice_R, tables.token_choice_to_row_UK, handle.kernels
@@ -213,43 +221,17 @@ class _BalancedMoE(torch.autograd.Function):
         )
         dx_TD = dscores_TK = None
         if needs_x:
-            dx_TD = _return_dx(dh_R2F, w13, replica13, handle)
+            dx_RD = _gemm(_relibra.grouped_gemm_dgrad, dh_R2F, w13, replica13, handle)
+            dx_TD = return_dx(dx_RD, handle)
+            del dx_RD
         if needs_scores:
-            dscores_TK = _return_dscores(dscore_R, handle).to(ctx.scores_dtype)
+            dscores_TK = return_dscores(dscore_R, handle).to(ctx.scores_dtype)
         grads: tuple[torch.Tensor | None, ...] = (None, None)
         if needs_w13 or needs_w2:
             operands = (x_UD, dy_UD, dh_R2F, scored_RF)
             grads = _weight_grads(ctx.params, operands, (needs_w13, needs_w2), handle)
         handle.movers.leave_backward(handle)
         return dx_TD, dscores_TK, *grads, None
-
-
-def _exchange(x: torch.Tensor, handle: MoEHandle, name: str) -> torch.Tensor:
-    """Source -> destination, one row a sent token."""
-    tables = handle.tables
-    return handle.movers.exchange(
-        x, tables.send_splits, tables.recv_splits, f"{handle.what}: {name}"
-    )
-
-
-def _exchange_back(x: torch.Tensor, handle: MoEHandle, name: str) -> torch.Tensor:
-    """Destination -> source, one row a received token."""
-    tables = handle.tables
-    return handle.movers.exchange(
-        x, tables.recv_splits, tables.send_splits, f"{handle.what}: {name}"
-    )
-
-
-def _dispatch(
-    x_TD: torch.Tensor, scores_TK: torch.Tensor, handle: MoEHandle
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sends each token once to every rank that computes a row of it, with its scores there."""
-    tables = handle.tables
-    x_UD = _exchange(x_TD.index_select(0, tables.send_token_V), handle, "tokens")
-    scores_VK = torch.where(
-        tables.send_rows_VK >= 0, scores_TK.index_select(0, tables.send_token_V), 0.0
-    )
-    return x_UD, _exchange(scores_VK, handle, "scores")
 
 
 def _gemm(
@@ -262,58 +244,6 @@ def _gemm(
     """One of the two row-wise products, over the tiles of this use."""
     mtile = handle.tables.mtile_B4
     return op(rows, home, replica, mtile, handle.block_rows, handle.is_exact, handle.kernels)
-
-
-def _combine(
-    rows: torch.Tensor, index: torch.Tensor, scores: torch.Tensor | None, handle: MoEHandle
-) -> torch.Tensor:
-    out: torch.Tensor = _relibra.combine(rows, index, scores, handle.kernels)
-    return out
-
-
-def _combine_reduced(
-    y_RD: torch.Tensor, scores_TK: torch.Tensor, scores_UK: torch.Tensor, handle: MoEHandle
-) -> torch.Tensor:
-    """Scores applied and summed at each destination, then over destinations by ascending rank."""
-    tables = handle.tables
-    part_UD = _combine(y_RD, tables.token_choice_to_row_UK, scores_UK, handle)
-    part_VD = _exchange_back(part_UD, handle, "partial outputs")
-    return _combine(part_VD, tables.token_to_return_TJ, None, handle)
-
-
-def _combine_exact(
-    y_RD: torch.Tensor, scores_TK: torch.Tensor, scores_UK: torch.Tensor, handle: MoEHandle
-) -> torch.Tensor:
-    """Unscaled rows return; the source multiplies and sums in choice order."""
-    tables = handle.tables
-    back_ND = handle.movers.exchange(
-        y_RD.index_select(0, tables.return_row_N),
-        tables.recv_rows_G,
-        tables.send_rows_G,
-        f"{handle.what}: output rows",
-    )
-    return _combine(back_ND, tables.choice_to_return_TK, scores_TK, handle)
-
-
-def _return_dx(
-    dh_R2F: torch.Tensor, w13: torch.Tensor, replica13: torch.Tensor, handle: MoEHandle
-) -> torch.Tensor:
-    tables = handle.tables
-    dx_RD = _gemm(_relibra.grouped_gemm_dgrad, dh_R2F, w13, replica13, handle)
-    dx_UD = _combine(dx_RD, tables.token_choice_to_row_UK, None, handle)
-    dx_VD = _exchange_back(dx_UD, handle, "input gradients")
-    return _combine(dx_VD, tables.token_to_return_TJ, None, handle)
-
-
-def _return_dscores(dscore_R: torch.Tensor, handle: MoEHandle) -> torch.Tensor:
-    """``<dy, expert(x)> = <W2^T dy, a>``, so the second GEMM's output is not needed again."""
-    tables = handle.tables
-    dscores_UK = _relibra.row_scores(
-        dscore_R, tables.token_choice_to_row_UK, tables.row_to_choice_R, handle.kernels
-    )
-    dscores_VK = _exchange_back(dscores_UK, handle, "score gradients")
-    # Exactly one destination holds each choice, so the sum adds zeros: it is exact.
-    return _combine(dscores_VK, tables.token_to_return_TJ, None, handle)
 
 
 def _weight_grads(
