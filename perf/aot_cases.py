@@ -120,6 +120,9 @@ class Setting:
         home: torch.Tensor | tuple[torch.Tensor, ...] = values(NUM_HOME, *stored)
         if self.option == "address table":
             home = tuple(values(*stored) for _ in range(NUM_HOME))
+        apart = self.option == "halves apart" and halves == 2
+        if apart:  # parts of one tensor, so that the distance of their addresses is known
+            home = tuple(values(2, NUM_HOME, num_rows, num_columns))
         static = values(2, *stored) if self.option == "static slots" else None
         return WeightSet(
             home,
@@ -128,6 +131,7 @@ class Setting:
             halves=halves,
             interleaved=self.option == "interleaved" and halves == 2,
             transposed=transposed,
+            halves_apart=apart,
         )
 
     def bias(self, num_rows: int, halves: int = 1) -> WeightSet | None:
@@ -150,6 +154,7 @@ def launch_expert_up(s: Setting) -> None:
         s.table(1),
         config=s.config("expert_up"),
         bias=s.bias(s.expert_size, s.halves),
+        score_R=s.scores(s.num_rows) if s.option == "score at activation" else None,
         activation=s.activation,
         num_programs=132,
     )
@@ -277,7 +282,10 @@ KERNELS = {
         "_expert_up_kernel",
         "expert_up",
         tile=128,
-        options=("bias", *list(ACTIVATIONS)[1:], "interleaved", *STORAGE, *DTYPES),
+        options=(
+            *("bias", *list(ACTIVATIONS)[1:], "score at activation", "interleaved"),
+            *("halves apart", *STORAGE, *DTYPES),
+        ),
     ),
     "F1": Kernel(launch_expert_up, "_expert_up_kernel", "expert_up", gathers=False, tile=128),
     "F2": Kernel(
@@ -315,7 +323,7 @@ KERNELS = {
         "_expert_wgrad_kernel",
         "grouped_gemm_wgrad",
         tile=256,
-        options=("ready flags", "gelu", "interleaved", *STORAGE, *DTYPES),
+        options=("ready flags", "gelu", "interleaved", "halves apart", *STORAGE, *DTYPES),
     ),
     "B3": Kernel(
         launch_up_backward,
@@ -323,12 +331,12 @@ KERNELS = {
         "grouped_gemm",
         gathers=False,
         tile=256,
-        options=("gelu", "interleaved", *STORAGE, *DTYPES),
+        options=("gelu", "interleaved", "halves apart", *STORAGE, *DTYPES),
     ),
     "B4": Kernel(launch_sum, "_combine_kernel"),
 }
 FUSED = ("F1 gathered", "B1 gathered")
-NUM_ROWS = 282  # ten kernels, five models and 44 options, on three architectures
+NUM_ROWS = 294  # ten kernels, five models and 48 options, on three architectures
 OPTION_MODEL = "Qwen3-30B-A3B"
 
 

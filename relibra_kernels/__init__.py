@@ -5,3 +5,5 @@ only when something needs them.
 """
 
 from relibra_kernels import ops as ops
+from relibra_kernels.ops.warmup import LayerSpec as LayerSpec
+from relibra_kernels.ops.warmup import warmup as warmup

@@ -142,7 +142,8 @@ def check_int_array(
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bfloat16:  # NumPy has none
             raise TypeError(f"{name}: need integers, got {describe(value)}")
-        value = value.detach().cpu().numpy()
+        value = value.detach()
+        value = (value if value.is_cpu else value.cpu()).numpy()
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -225,7 +226,7 @@ def check_choice(name: str, value: Choice, options: Collection[Choice]) -> Choic
         Traceback (most recent call last):
         ValueError: layout: need one of 'zigzag', 'contiguous', got 'ring'
     """
-    if value not in options:
+    if value not in tuple(options):  # a value that cannot be hashed is none of them either
         need = ", ".join(repr(option) for option in options)
         raise ValueError(f"{name}: need one of {need}, got {value!r}")
     return value

@@ -155,12 +155,28 @@ def slot_bases(slot_rows_n: Ints, block_rows: int) -> torch.Tensor:
         >>> slot_bases([5, 0, 4, 1], 4).tolist()
         [0, 8, 8, 12, 16]
     """
-    rows = check_int_array("slot_rows_n", slot_rows_n, ndim=1, minimum=0, dtype=np.int64)
-    check_int("block_rows", block_rows, minimum=1)
+    return torch.from_numpy(_bases(slot_rows_n, block_rows))
+
+
+def count_padded_rows(slot_rows_n: Ints, block_rows: int) -> int:
+    """R, the last entry of :func:`slot_bases`, as a host integer; arguments and errors as there.
+
+    Example:
+        >>> count_padded_rows([5, 0, 4, 1], 4)
+        16
+    """
+    return int(_bases(slot_rows_n, block_rows)[-1])
+
+
+def _bases(slot_rows_n: Ints, block_rows: int) -> npt.NDArray[np.int32]:
+    rows = check_int_array(  # no sum of so many can overflow int64
+        "slot_rows_n", slot_rows_n, ndim=1, minimum=0, maximum=INT32_MAX, dtype=np.int64
+    )
+    check_int("block_rows", block_rows, minimum=1, maximum=INT32_MAX)
     base = np.concatenate([[0], np.cumsum(-(-rows // block_rows) * block_rows)])
     if base[-1] > INT32_MAX:
         raise ValueError(f"slot_rows_n: need at most {INT32_MAX} padded rows, got {base[-1]}")
-    return torch.from_numpy(base.astype(np.int32))
+    return base.astype(np.int32)
 
 
 def m_tiles(slot_rows_n: Ints, num_home: int, block_rows: int, num_static: int = 0) -> torch.Tensor:
@@ -188,7 +204,7 @@ def m_tiles(slot_rows_n: Ints, num_home: int, block_rows: int, num_static: int =
     rows = check_int_array("slot_rows_n", slot_rows_n, ndim=1, minimum=0, dtype=np.int64)
     check_int("num_home", num_home, minimum=0, maximum=rows.size)
     check_int("num_static", num_static, minimum=0, maximum=rows.size - num_home)
-    base = slot_bases(rows, block_rows).numpy()
+    base = _bases(rows, block_rows)
     slot = np.arange(rows.size)
     family = np.where(
         slot < num_home, HOME, np.where(slot < num_home + num_static, STATIC, REPLICA)
@@ -274,7 +290,7 @@ def w_tiles(
     check_int("num_static", num_static, minimum=0, maximum=rows.size - num_home)
     for name, count in (("tiles13", tiles13), ("tiles2", tiles2)):
         check_int(name, count, minimum=0, maximum=(1 << MATRIX_SHIFT) - 1)
-    base = slot_bases(rows, block_rows).numpy()
+    base = _bases(rows, block_rows)
     num_own = num_home + num_static
     own = np.arange(num_own)
     if accumulate_home:

@@ -15,7 +15,7 @@ import torch
 
 from relibra_kernels.checks import check_int, check_tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +26,19 @@ class WeightSet:
     layers share; the storage layouts are those of common model code.
 
     Attributes:
-        home: ``[H, N, K]``, or a tuple of H tensors ``[N, K]``: one parameter an expert.
+        home: ``[H, N, K]``, or a tuple of H tensors ``[N, K]``: one parameter an expert. With
+            ``halves_apart`` the pair (gate, up), each ``[H, N / 2, K]``.
         static: ``[X, N, K]``, or None without static copies.
         replica: ``[S, N, K]``, or None without replica slots.
         halves: 2 where N counts gate and up rows (w13), else 1 (w2).
         interleaved: gate and up rows alternate; otherwise all gate rows come first.
         transposed: stored ``[slots, K, N]`` and ``[K, N]``.
+        halves_apart: gate and up weights of the home slots are two tensors; copies are one.
 
     Raises:
         TypeError: no tensors, or different dtypes.
         ValueError: shapes that do not fit each other, an odd N with two halves, columns that are
-            not contiguous, or an interleaved field with one half.
+            not contiguous, an interleaved field with one half, or halves apart that are no pair.
 
     Example:
         >>> w13 = torch.zeros(4, 6, 5)
@@ -50,6 +52,7 @@ class WeightSet:
     halves: int = 1
     interleaved: bool = False
     transposed: bool = False
+    halves_apart: bool = False
     launches: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # launch arguments by block shape, kept by the kernels' wrappers
@@ -59,7 +62,12 @@ class WeightSet:
         check_int("halves", self.halves, minimum=1, maximum=2)
         if self.interleaved and self.halves != 2:
             raise ValueError("interleaved: need halves=2, got halves=1")
-        shape = self._check_home()
+        if self.halves_apart and (self.halves != 2 or self.interleaved):
+            raise ValueError(
+                "halves_apart: need halves=2 and interleaved=False, got "
+                f"halves={self.halves}, interleaved={self.interleaved}"
+            )
+        shape = self._check_pair() if self.halves_apart else self._check_home()
         for name in ("static", "replica"):
             family = getattr(self, name)
             if family is not None:
@@ -86,8 +94,21 @@ class WeightSet:
                 )
         return tuple(first.shape)
 
+    def _check_pair(self) -> tuple[int, int]:
+        """Stored shape of a slot with both halves."""
+        if type(self.home) is not tuple or len(self.home) != 2:
+            raise TypeError(f"home: need the pair (gate, up) of tensors, got {self.home!r:.60}")
+        gate = check_tensor("home[0]", self.home[0], dtype=FLOATS, ndim=3)
+        up = check_tensor("home[1]", self.home[1], dtype=gate.dtype, shape=tuple(gate.shape))
+        if up.stride() != gate.stride():
+            raise ValueError(
+                f"home[1]: need the strides of home[0], {gate.stride()}, got {up.stride()}"
+            )
+        _, rows, columns = gate.shape
+        return (rows, 2 * columns) if self.transposed else (2 * rows, columns)
+
     def families(self) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor of every family that is there; one home tensor stands for all."""
+        """Name and tensor of every family that is there; the first home tensor stands for all."""
         home = self.home if isinstance(self.home, torch.Tensor) else self.home[0]
         rest = (("static", self.static), ("replica", self.replica))
         return [("home", home), *((name, x) for name, x in rest if x is not None)]
@@ -100,18 +121,18 @@ class WeightSet:
     @property
     def num_home(self) -> int:
         """H."""
-        return len(self.home)
+        return len(self.home[0] if self.halves_apart else self.home)
 
     @property
     def is_table(self) -> bool:
         """Whether home experts are separate tensors, found through a table of addresses."""
-        return not isinstance(self.home, torch.Tensor)
+        return not (isinstance(self.home, torch.Tensor) or self.halves_apart)
 
     @property
     def num_rows(self) -> int:
         """Logical rows of one half: F of w13, D of w2."""
-        shape = self.families()[0][1].shape
-        return shape[-1 if self.transposed else -2] // self.halves
+        rows = self.families()[0][1].shape[-1 if self.transposed else -2]
+        return rows if self.halves_apart else rows // self.halves
 
     @property
     def num_columns(self) -> int:
@@ -123,13 +144,14 @@ class WeightSet:
         """Logical view ``[slots, halves, rows, columns]`` of one family, no copy.
 
         Args:
-            family: a tensor of this set, ``[slots, N, K]``, or ``[N, K]`` for one expert.
+            family: a tensor of this set, ``[slots, N, K]``, or ``[N, K]`` for one expert. One half
+                of a pair has ``[slots, 1, rows, columns]``.
         """
         x = family.unsqueeze(0) if family.dim() == 2 else family
         if self.transposed:
             x = x.transpose(1, 2)
         slots, rows, columns = x.shape
-        width = rows // self.halves
+        width = self.num_rows
         if self.interleaved:
             return x.view(slots, width, 2, columns).transpose(1, 2)
-        return x.view(slots, self.halves, width, columns)
+        return x.view(slots, rows // width if width else self.halves, width, columns)

@@ -31,6 +31,24 @@ if hypothesis is not None:
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``-k mutant --list-mutants``: what killed each mutant."""
+    parser.addoption("--list-mutants", action="store_true", help="print every killed mutant")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """One line a mutant, where asked for."""
+    if not config.getoption("--list-mutants"):
+        return
+    import kernel_mutants
+
+    for kill in kernel_mutants.KILLS:
+        terminalreporter.write_line(f"{kill.name!r} killed by {kill.test}: {kill.how[:100]}")
+    terminalreporter.write_line(f"{len(kernel_mutants.KILLS)} mutants killed")
+
+
 @pytest.fixture(scope="session")
 def project_root() -> Path:
     """Top folder of the checkout."""

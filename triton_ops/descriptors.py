@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from relibra_kernels.weights import WeightSet
 
 ALIGN_BYTES = 16  # of a descriptor's base and strides
+MAX_STRIDE_BYTES = 1 << 40  # what a descriptor can hold
 INTERPRETER_PROGRAMS = 3  # several, so that tests see tiles shared among programs
 
 
@@ -90,6 +91,8 @@ class WeightOperands(NamedTuple):
             where they equal home's, or nobody reads them.
         counts: (H, X) with a table, else (None, None).
         constexprs: W_TMA, TRANSPOSED, UNIT (elements between neighbours in a line), TABLE.
+        apart: 1 where gate and up weights of home are two tensors, 2 where the descriptor has them
+            in the order up, gate; else 0.
     """
 
     home: Any
@@ -98,6 +101,7 @@ class WeightOperands(NamedTuple):
     strides: tuple[int | None, ...]
     counts: tuple[int | None, int | None]
     constexprs: dict[str, Any]
+    apart: int = 0
 
     @property
     def pointers(self) -> tuple[Any, ...]:
@@ -120,7 +124,8 @@ def weight_operands(weights: WeightSet, rows: int, columns: int, tma: bool) -> W
         ValueError: home experts are separate tensors, and another family differs in strides.
     """
     key = (rows, columns, tma)
-    addresses = tuple(x.data_ptr() for x in weights.home) if weights.is_table else ()
+    several = not isinstance(weights.home, torch.Tensor)
+    addresses = tuple(x.data_ptr() for x in weights.home) if several else ()
     known = weights.launches.get(key)
     if known is None or known[0] != addresses:  # a parameter moved: its address is in the table
         make = _table_operands if weights.is_table else _family_operands
@@ -135,18 +140,55 @@ def _family_operands(weights: WeightSet, rows: int, columns: int, tma: bool) -> 
     present = [x if x is not None and len(x) else None for x in tensors]
     views = [None if x is None else weights.view(x) for x in present]
     constexprs = {"TRANSPOSED": weights.transposed, "UNIT": unit_stride(weights), "TABLE": False}
+    apart = int(weights.halves_apart)
     if tma:
         made = [None if v is None else weight_descriptor(v, rows, columns) for v in views]
+        if weights.halves_apart:
+            made[0], apart = _pair_descriptor(weights, made[0])
         if all(d is not None for d, v in zip(made, views, strict=True) if v is not None):
             constexprs["W_TMA"] = True
-            return WeightOperands(*_three(made), (None,) * 9, (None, None), constexprs)
+            return WeightOperands(*_three(made), (None,) * 9, (None, None), constexprs, apart)
     home = line_strides(weights, weights.view(weights.families()[0][1]))
+    if weights.halves_apart:
+        home = home[0], _distance(weights), home[2]
+        apart = 1
     strides: list[int | None] = list(home)
     for view in views[1:]:
         own = home if view is None else line_strides(weights, view)
         strides += [None if a == b else a for a, b in zip(own, home, strict=True)]
     constexprs["W_TMA"] = False
-    return WeightOperands(*_three(present), tuple(strides), (None, None), constexprs)
+    return WeightOperands(*_three(present), tuple(strides), (None, None), constexprs, apart)
+
+
+def _distance(weights: WeightSet) -> int:
+    """Elements from the gate to the up weights of home, which are two tensors."""
+    gate, up = weights.home
+    return (up.data_ptr() - gate.data_ptr()) // gate.element_size()
+
+
+def _pair_descriptor(
+    weights: WeightSet, gate: TensorDescriptor | None
+) -> tuple[TensorDescriptor | None, int]:
+    """Two tensors of equal strides as one, whose halves are as far apart as the tensors.
+
+    A descriptor's strides are positive: where the up weights lie first, so do they in the result.
+
+    Args:
+        weights: the field.
+        gate: of the gate weights alone.
+
+    Returns:
+        The descriptor, None where there cannot be one, and `WeightOperands.apart`.
+    """
+    distance = _distance(weights)
+    far = abs(distance) * weights.home[0].element_size()
+    aligned = far % ALIGN_BYTES == 0 and far < MAX_STRIDE_BYTES
+    if gate is None or not aligned:
+        return None, 1
+    base = gate.base if distance > 0 else weights.view(weights.home[1])
+    shape, strides = list(gate.shape), list(gate.strides)
+    shape[1], strides[1] = 2, abs(distance)
+    return TensorDescriptor(base, shape, strides, gate.block_shape), 1 if distance > 0 else 2
 
 
 def _three(families: list[Any]) -> tuple[Any, Any, Any]:

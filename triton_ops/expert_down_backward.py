@@ -27,6 +27,7 @@ from relibra_kernels.triton_ops.descriptors import (
     weight_operands,
 )
 from relibra_kernels.triton_ops.tiles import (
+    keep_rows,
     load_bias,
     load_tile,
     open_bias,
@@ -55,11 +56,13 @@ def load_scores(scores_ptr, row_to_choice_ptr, rows, ok):
 
 
 @triton.jit
-def scored_and_sums(da_raw, gate, up, score, ok, dtype, ACT: tl.constexpr, alpha, limit):
+def scored_and_sums(
+    da_raw, gate, up, score, lanes, tile_rows, dtype, ACT: tl.constexpr, alpha, limit
+):
     """Some columns of score * a, and the row sums of da_raw * a; `a` rounded as in the forward."""
     a = activate(gate, up, ACT, alpha, limit).to(dtype).to(tl.float32)
-    sums = tl.sum(tl.where(ok[:, None], da_raw * a, 0.0), axis=1)
-    return tl.where(ok[:, None], a * score[:, None], 0.0).to(dtype), sums
+    sums = tl.where(lanes < tile_rows, tl.sum(da_raw * a, axis=1), 0.0)
+    return keep_rows((a * score[:, None]).to(dtype), lanes, tile_rows), sums
 
 
 TABLES = ["tiles_ptr", "num_tiles_ptr", "row_to_token_ptr"]  # a plan's, of any alignment
@@ -91,19 +94,11 @@ def _expert_down_backward_kernel(
     partial_ptr,  # [NUM_N, R] fp32, out: row sums of (dy W2) * a over an n tile's columns
     num_rows,  # R
     dy_stride,
-    home_slot,
-    home_half,
-    home_line,
-    static_slot,
-    static_half,
-    static_line,
-    replica_slot,
-    replica_half,
-    replica_line,
-    num_home,
-    num_static,
-    alpha,
-    limit,
+    home_slot, home_half, home_line,
+    static_slot, static_half, static_line,
+    replica_slot, replica_half, replica_line,
+    num_home, num_static,
+    alpha, limit,
     D: tl.constexpr,
     F: tl.constexpr,
     ACT: tl.constexpr,  # see activation.py
@@ -114,7 +109,7 @@ def _expert_down_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     NUM_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     GATED: tl.constexpr = ACT <= 1
     H_WIDTH: tl.constexpr = 2 * F if GATED else F
@@ -150,7 +145,7 @@ def _expert_down_backward_kernel(
             halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)
             sums = tl.zeros((BLOCK_M,), tl.float32)
-            for side in tl.static_range(2):
+            for side in tl.static_range(1, -1, -1):  # the left half first spills more
                 da_raw = left if side == 0 else right
                 col = n * BLOCK_N + side * (BLOCK_N // 2)
                 gate = gate_desc.load([row, col]).to(tl.float32)
@@ -158,7 +153,7 @@ def _expert_down_backward_kernel(
                 if GATED:
                     up = up_desc.load([row, col]).to(tl.float32)
                 scored, part = scored_and_sums(
-                    da_raw, gate, up, score, ok, dtype, ACT, alpha, limit
+                    da_raw, gate, up, score, lanes, tile_rows, dtype, ACT, alpha, limit
                 )
                 sums += part
                 scored_desc.store([row, col], scored)
@@ -168,8 +163,8 @@ def _expert_down_backward_kernel(
                 da = da_raw * score[:, None]
                 d_gate, d_up = activate_grad(da, gate, up, ACT, alpha, limit)
                 if GATED:  # first: the other order spills on sm_100
-                    d_up_desc.store([row, col], tl.where(ok[:, None], d_up, 0.0).to(dtype))
-                d_gate_desc.store([row, col], tl.where(ok[:, None], d_gate, 0.0).to(dtype))
+                    d_up_desc.store([row, col], keep_rows(d_up.to(dtype), lanes, tile_rows))
+                d_gate_desc.store([row, col], keep_rows(d_gate.to(dtype), lanes, tile_rows))
         else:
             cols = n * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = (cols < F)[None, :]
@@ -178,7 +173,9 @@ def _expert_down_backward_kernel(
             up = gate
             if GATED:
                 up = tl.load(h_ptr + place + F, mask=inside, other=0.0).to(tl.float32)
-            scored, sums = scored_and_sums(acc, gate, up, score, ok, dtype, ACT, alpha, limit)
+            scored, sums = scored_and_sums(
+                acc, gate, up, score, lanes, tile_rows, dtype, ACT, alpha, limit
+            )
             tl.store(scored_ptr + rows[:, None] * F + cols[None, :], scored, mask=inside)
             da = acc * score[:, None]
             d_gate, d_up = activate_grad(da, gate, up, ACT, alpha, limit)
@@ -310,7 +307,7 @@ def expert_down_backward(
         h_R2F, *h_descs, dh, *dh_descs, scored, scored_desc, partial, num_rows, dy.stride(0),
         *w.strides, *w.counts, alpha, limit, D=dim, F=width, ACT=activation, **w.constexprs,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     _score_gradient_kernel[grid](
         partial, dy, *b.pointers, mtile_B4, num_tiles, row_to_token_R, dscore, num_rows,

@@ -25,12 +25,14 @@ from relibra_kernels.triton_ops.descriptors import (
     weight_operands,
 )
 from relibra_kernels.triton_ops.tiles import (
+    keep_rows,
     load_bias,
     load_tile,
     open_bias,
     open_weights,
     row_block,
     split_columns,
+    stored_half,
     swizzled,
     weight_block,
 )
@@ -40,7 +42,30 @@ if TYPE_CHECKING:
     from relibra_kernels.weights import WeightSet
 
 
-@triton.jit(do_not_specialize_on_alignment=["tiles_ptr", "num_tiles_ptr", "row_to_token_ptr"])
+@triton.jit
+def rounded(block, dtype, lanes, num_rows, CLEARS_PADS: tl.constexpr):
+    """The block in a dtype; with `CLEARS_PADS` zeros from row `num_rows` on."""
+    out = block.to(dtype)
+    if CLEARS_PADS:
+        out = keep_rows(out, lanes, num_rows)
+    return out
+
+
+@triton.jit
+def scored(a, scores_ptr, rows, ok, dtype):
+    """``score * a`` from the rounded ``a``, where there are scores."""
+    out = a.to(dtype)
+    if scores_ptr is not None:
+        score = tl.load(scores_ptr + rows, mask=ok, other=0.0)
+        out = (out.to(tl.float32) * score[:, None]).to(dtype)
+    return out
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "tiles_ptr", "num_tiles_ptr", "row_to_token_ptr", "scores_ptr",
+    ]
+)  # fmt: skip
 def _expert_up_kernel(
     x_ptr,  # [U, D] with row_to_token, else [R, D]
     x_desc,  # blocks [BLOCK_M, BLOCK_K]; None: by pointers
@@ -48,11 +73,11 @@ def _expert_up_kernel(
     static,  # [X, halves, F, D], or None
     replica,  # [S, halves, F, D], or None
     home_bias,  # [H, halves * F], table of all slots' addresses, or None without bias
-    static_bias,
-    replica_bias,
+    static_bias, replica_bias,
     tiles_ptr,  # [B, 4] int32
     num_tiles_ptr,  # [1] int32
     row_to_token_ptr,  # [R] int32, -1 = padding; None: x comes by row
+    scores_ptr,  # [R] fp32, or None: they do not multiply the activation
     h_ptr,  # [R, halves * F], out: gate | up, before the activation
     gate_desc,  # [R, F], blocks [BLOCK_M, BLOCK_N / 2]: left half of h; with TMA
     up_desc,  # right half of h; with TMA and a gate
@@ -63,10 +88,8 @@ def _expert_up_kernel(
     static_slot, static_half, static_line,
     replica_slot, replica_half, replica_line,
     home_bias_slot, static_bias_slot, replica_bias_slot,
-    num_home,
-    num_static,
-    alpha,
-    limit,
+    num_home, num_static,
+    alpha, limit,
     D: tl.constexpr,
     F: tl.constexpr,
     ACT: tl.constexpr,  # see activation.py
@@ -74,11 +97,10 @@ def _expert_up_kernel(
     TRANSPOSED: tl.constexpr,
     UNIT: tl.constexpr,
     TABLE: tl.constexpr,
+    APART: tl.constexpr,  # see stored_half
     BIAS_PAIRS: tl.constexpr,  # gate and up biases alternate
     BIAS_TABLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     NUM_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     HALVES: tl.constexpr = 2 if ACT <= 1 else 1
@@ -91,7 +113,7 @@ def _expert_up_kernel(
         w, slot, slot_stride, half_stride, row_stride, col_stride = open_weights(
             family, index, home, static, replica, home_slot, home_half, home_line, static_slot,
             static_half, static_line, replica_slot, replica_half, replica_line, num_home,
-            num_static, h_ptr, HALVES, F, D, BLOCK_N, BLOCK_K, W_TMA, TRANSPOSED, UNIT, TABLE,
+            num_static, h_ptr, HALVES, F, D, BLOCK_N, BLOCK_K, W_TMA, TRANSPOSED, UNIT, TABLE, APART
         )  # fmt: skip
         lanes = tl.arange(0, BLOCK_M)
         ok = lanes < tile_rows
@@ -99,18 +121,20 @@ def _expert_up_kernel(
             source = tl.load(row_to_token_ptr + row + lanes, mask=ok, other=0).to(tl.int64)
         else:
             source = (row + lanes).to(tl.int64)
+        gate_half = stored_half(0, family, APART)
+        up_half = stored_half(1, family, APART)
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, D, BLOCK_K):
             x = row_block(x_desc, x_ptr, row, source, ok, k, x_stride, D, D % BLOCK_K == 0, BLOCK_K)
             w_gate = weight_block(
-                w, slot, 0, col, k, slot_stride, half_stride, row_stride, col_stride,
+                w, slot, gate_half, col, k, slot_stride, half_stride, row_stride, col_stride,
                 F, D, BLOCK_N, BLOCK_K, W_TMA, TRANSPOSED,
             )  # fmt: skip
             gate = tl.dot(x, w_gate.T, gate, input_precision="ieee")
             if HALVES == 2:
                 w_up = weight_block(
-                    w, slot, 1, col, k, slot_stride, half_stride, row_stride, col_stride,
+                    w, slot, up_half, col, k, slot_stride, half_stride, row_stride, col_stride,
                     F, D, BLOCK_N, BLOCK_K, W_TMA, TRANSPOSED,
                 )  # fmt: skip
                 up = tl.dot(x, w_up.T, up, input_precision="ieee")
@@ -123,31 +147,33 @@ def _expert_up_kernel(
             gate += load_bias(bias, 0, cols, F, HALVES, BIAS_PAIRS)
             if HALVES == 2:
                 up += load_bias(bias, 1, cols, F, HALVES, BIAS_PAIRS)
-        # Pads: exact zeros, whatever the rows hold. In a branch, since ptxas otherwise takes the
-        # select for a second writer of the accumulators and waits after every wgmma.
-        if tile_rows < BLOCK_M:
-            gate = tl.where(ok[:, None], gate, 0.0)
-            if HALVES == 2:
-                up = tl.where(ok[:, None], up, 0.0)
+        # Pads: exact zeros, whatever the rows hold. Wide tiles by their bits after rounding: that
+        # takes fewest registers on sm_90, while narrow ones spill with it on sm_100 (Triton 3.9).
+        BY_BITS: tl.constexpr = a_desc is not None and BLOCK_N >= 128
+        if not BY_BITS:  # noqa: SIM102 - of the two only this one is known when compiling
+            if tile_rows < BLOCK_M:  # a branch: after a plain select every wgmma waits
+                gate = tl.where(ok[:, None], gate, 0.0)
+                if HALVES == 2:
+                    up = tl.where(ok[:, None], up, 0.0)
         if a_desc is not None:
             # In halves of the columns, all of h before the activation: any other order spills.
             SIDE: tl.constexpr = BLOCK_N // 2
             gate_l, gate_r = split_columns(gate, BLOCK_M, BLOCK_N)
             up_l, up_r = split_columns(up, BLOCK_M, BLOCK_N)
-            gate_l = gate_l.to(dtype)
+            gate_l = rounded(gate_l, dtype, lanes, tile_rows, BY_BITS)
             gate_desc.store([row, col], gate_l)
             if HALVES == 2:
-                up_l = up_l.to(dtype)
+                up_l = rounded(up_l, dtype, lanes, tile_rows, BY_BITS)
                 up_desc.store([row, col], up_l)
-            gate_r = gate_r.to(dtype)
+            gate_r = rounded(gate_r, dtype, lanes, tile_rows, BY_BITS)
             gate_desc.store([row, col + SIDE], gate_r)
             if HALVES == 2:
-                up_r = up_r.to(dtype)
+                up_r = rounded(up_r, dtype, lanes, tile_rows, BY_BITS)
                 up_desc.store([row, col + SIDE], up_r)
             a_l = activate(gate_l.to(tl.float32), up_l.to(tl.float32), ACT, alpha, limit)
-            a_desc.store([row, col], a_l.to(dtype))
+            a_desc.store([row, col], scored(a_l, scores_ptr, row + lanes, ok, dtype))
             a_r = activate(gate_r.to(tl.float32), up_r.to(tl.float32), ACT, alpha, limit)
-            a_desc.store([row, col + SIDE], a_r.to(dtype))
+            a_desc.store([row, col + SIDE], scored(a_r, scores_ptr, row + lanes, ok, dtype))
         else:
             inside = (cols < F)[None, :]
             rows = (row + lanes).to(tl.int64)[:, None]
@@ -158,7 +184,8 @@ def _expert_up_kernel(
                 up = up.to(dtype)
                 tl.store(h_ptrs + F, up, mask=inside)
             a = activate(gate.to(tl.float32), up.to(tl.float32), ACT, alpha, limit)
-            tl.store(a_ptr + rows * F + cols[None, :], a.to(dtype), mask=inside)
+            a = scored(a, scores_ptr, row + lanes, ok, dtype)
+            tl.store(a_ptr + rows * F + cols[None, :], a, mask=inside)
 
 
 def expert_up(
@@ -171,6 +198,7 @@ def expert_up(
     config: GemmConfig,
     num_rows: int | None = None,
     bias: WeightSet | None = None,
+    score_R: torch.Tensor | None = None,
     activation: int = 0,
     alpha: float = 0.0,
     limit: float = 0.0,
@@ -191,6 +219,7 @@ def expert_up(
         config: block sizes.
         num_rows: R; by default that of ``row_to_token_R`` or of ``x``.
         bias: ``[slots, halves * F, 1]``, contiguous, in the order of ``w13``; None without.
+        score_R: fp32 ``[R]``: the rounded ``a`` is multiplied by it; None: it is not.
         activation: 0 SwiGLU, 1 clamped SwiGLU, 2 GELU, 3 squared ReLU.
         alpha: factor inside the sigmoid of the clamped SwiGLU.
         limit: its clamp.
@@ -220,10 +249,10 @@ def expert_up(
         if row_to_token_R is None and fits_descriptor(x):
             x_desc = matrix_descriptor(x, block_m, block_k)
     _expert_up_kernel[(num_programs or count_processors(x.device),)](
-        x, x_desc, *w.pointers, *b.pointers, mtile_B4, num_tiles, row_to_token_R,
+        x, x_desc, *w.pointers, *b.pointers, mtile_B4, num_tiles, row_to_token_R, score_R,
         h, gate_desc, up_desc, a, a_desc, x.stride(0), *w.strides, *b.strides, *counts,
-        alpha, limit, D=dim, F=width, ACT=activation, **w.constexprs, **b.constexprs,
+        alpha, limit, D=dim, F=width, ACT=activation, APART=w.apart, **w.constexprs, **b.constexprs,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     return h, a

@@ -31,6 +31,7 @@ from relibra_kernels.triton_ops.tiles import (
     open_weights,
     row_block,
     split_columns,
+    stored_half,
     swizzled,
     weight_block,
 )
@@ -77,6 +78,7 @@ def _grouped_gemm_kernel(
     TRANSPOSED: tl.constexpr,
     UNIT: tl.constexpr,
     TABLE: tl.constexpr,
+    APART: tl.constexpr,  # see stored_half
     BIAS_PAIRS: tl.constexpr,
     BIAS_TABLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -99,7 +101,7 @@ def _grouped_gemm_kernel(
             family, index, home, static, replica, home_slot, home_half, home_line, static_slot,
             static_half, static_line, replica_slot, replica_half, replica_line, num_home,
             num_static, out_ptr, HALVES, W_ROWS, W_COLS, ROW_BLOCK, COL_BLOCK, W_TMA, TRANSPOSED,
-            UNIT, TABLE,
+            UNIT, TABLE, APART,
         )  # fmt: skip
         lanes = tl.arange(0, BLOCK_M)
         ok = lanes < tile_rows
@@ -114,10 +116,11 @@ def _grouped_gemm_kernel(
                 rows_desc, rows_ptr, row, source, ok, half * K + k, rows_stride, half * K + K,
                 K % BLOCK_K == 0, BLOCK_K,
             )  # fmt: skip
+            w_half = stored_half(half, family, APART)
             w_row = k if BACKWARD else col
             w_col = col if BACKWARD else k
             block = weight_block(
-                w, slot, half, w_row, w_col, slot_stride, half_stride, row_stride, col_stride,
+                w, slot, w_half, w_row, w_col, slot_stride, half_stride, row_stride, col_stride,
                 W_ROWS, W_COLS, ROW_BLOCK, COL_BLOCK, W_TMA, TRANSPOSED,
             )  # fmt: skip
             acc = tl.dot(rows, block if BACKWARD else block.T, acc, input_precision="ieee")
@@ -193,8 +196,8 @@ def grouped_gemm(
     _grouped_gemm_kernel[(num_programs or count_processors(out.device),)](
         rows_RK, rows_desc, *w.pointers, *b.pointers, mtile_B4, num_tiles, out, out_desc,
         rows_RK.stride(0), *w.strides, *b.strides, *counts, N=width, K=depth,
-        HALVES=weights.halves, BACKWARD=backward, **w.constexprs, **b.constexprs,
+        HALVES=weights.halves, BACKWARD=backward, APART=w.apart, **w.constexprs, **b.constexprs,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out

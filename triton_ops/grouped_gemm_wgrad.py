@@ -53,6 +53,7 @@ def open_gradient(
     index, family, half, home, static, replica, home_slot, home_half, home_line, static_slot,
     static_half, static_line, replica_slot, replica_half, replica_line, num_home, num_static,
     any_ptr, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr,
+    APART: tl.constexpr,
     D_ROWS: tl.constexpr,  # logical rows are those of D (w2), else those of F (w13)
 ):  # fmt: skip
     """Pointer to one half of a slot's gradient, and its strides along F and D."""
@@ -60,7 +61,7 @@ def open_gradient(
     grad, slot, slot_stride, half_stride, row_stride, col_stride = open_weights(
         family, index, home, static, replica, home_slot, home_half, home_line, static_slot,
         static_half, static_line, replica_slot, replica_half, replica_line, num_home, num_static,
-        like_ptr, 1, 1, 1, 1, 1, False, TRANSPOSED, UNIT, TABLE,
+        like_ptr, 1, 1, 1, 1, 1, False, TRANSPOSED, UNIT, TABLE, APART,
     )  # fmt: skip
     grad += slot.to(tl.int64) * slot_stride + half.to(tl.int64) * half_stride
     if D_ROWS:
@@ -196,6 +197,7 @@ def _expert_wgrad_kernel(
     TRANSPOSED2: tl.constexpr,
     UNIT2: tl.constexpr,
     TABLE: tl.constexpr,
+    APART: tl.constexpr,  # gate and up gradients of home slots are two tensors
     BLOCK_M: tl.constexpr,  # of F
     BLOCK_N: tl.constexpr,  # of D
     BLOCK_K: tl.constexpr,  # of rows
@@ -244,7 +246,7 @@ def _expert_wgrad_kernel(
                     index, family, half, home2, static2, replica2, home2_slot, home2_half,
                     home2_line, static2_slot, static2_half, static2_line, replica2_slot,
                     replica2_half, replica2_line, num_home, num_static, tiles_ptr, TRANSPOSED2,
-                    UNIT2, TABLE, True,
+                    UNIT2, TABLE, 0, True,
                 )  # fmt: skip
                 write_tile(grad2, f_step2, d_step2, fs, ds, acc, inside, stores)
         else:
@@ -253,7 +255,7 @@ def _expert_wgrad_kernel(
                     index, family, half, home13, static13, replica13, home13_slot, home13_half,
                     home13_line, static13_slot, static13_half, static13_line, replica13_slot,
                     replica13_half, replica13_line, num_home, num_static, tiles_ptr, TRANSPOSED13,
-                    UNIT13, TABLE, False,
+                    UNIT13, TABLE, APART, False,
                 )  # fmt: skip
                 write_tile(grad, f_step, d_step, fs, ds, acc, inside, stores)
         if ready_ptr is not None:
@@ -276,6 +278,8 @@ def count_output_tiles(hidden_size: int, expert_size: int, config: GemmConfig) -
 
 def _rows_descriptor(rows: torch.Tensor, halves: int, config: GemmConfig) -> TensorDescriptor:
     width = rows.shape[1] // halves
+    if len(rows) == 0:  # a rank without rows: tiles are empty, and a descriptor must not be
+        rows = rows.new_empty(1, rows.shape[1])
     block = [config.block_k, 1, config.block_m]
     strides = [rows.stride(0), width, 1]
     return TensorDescriptor(rows, [rows.shape[0], halves, width], strides, block)
@@ -293,6 +297,7 @@ def expert_wgrad(
     grad2: WeightSet | None,
     *,
     config: GemmConfig,
+    counter: torch.Tensor | None = None,
     arrived_S: torch.Tensor | None = None,
     ready_S: torch.Tensor | None = None,
     ready_value: int = 0,
@@ -315,14 +320,17 @@ def expert_wgrad(
         grad2: ``[slots, D, F]`` fp32 of every family; None: not wanted.
         config: block sizes; ``num_stages`` counts the buffers of an operand, and with ``tma``
             ``block_k`` divides the ``block_rows`` of the table.
+        counter: int32 ``[1]``, overwritten: programs take tiles from it; None: a new one.
         arrived_S: int32 ``[S]`` of zeros, left as zeros; with ``ready_S``.
         ready_S: int64 ``[S]``: set to ``ready_value``, release.sys, when a replica slot's
             gradients are complete.
         ready_value: what is published.
         num_programs: programs launched; None: one a multiprocessor.
     """
-    launch = _launch_arguments(x, dy, dh, scored_a, row_to_token_R, grad13, grad2, config)
-    counter = torch.zeros(1, dtype=torch.int32, device=dh.device)
+    launch = _launch_arguments(x, dh, scored_a, row_to_token_R, grad13, grad2, config)
+    if counter is None:
+        counter = torch.empty(1, dtype=torch.int32, device=dh.device)
+    counter.zero_()
     grid = (num_programs or count_processors(dh.device),)
     _expert_wgrad_kernel[grid](
         wtile_B4, num_tiles, counter, row_to_token_R, x, dy, dh, scored_a,
@@ -334,7 +342,6 @@ def expert_wgrad(
 
 def _launch_arguments(
     x: torch.Tensor,
-    dy: torch.Tensor,
     dh: torch.Tensor,
     scored_a: torch.Tensor,
     row_to_token_R: torch.Tensor | None,
@@ -351,23 +358,34 @@ def _launch_arguments(
         "dh_desc": _rows_descriptor(dh, halves, config) if tma else None,
         "scored_desc": _rows_descriptor(scored_a, 1, config) if tma else None,
         "num_home": None, "num_static": None, "TABLE": False,
+        "APART": int(grad13 is not None and grad13.halves_apart),
         "D": hidden, "F": expert, "HALVES": halves,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
     }  # fmt: skip
-    names = [(family, part) for family in FAMILIES for part in ("slot", "half", "line")]
     for field, grads in (("13", grad13), ("2", grad2)):
-        launch |= {f"{family}{field}": None for family in FAMILIES}
-        launch |= {f"{family}{field}_{part}": None for family, part in names}
-        launch |= {f"TRANSPOSED{field}": False, f"UNIT{field}": 1}
-        if grads is None:
-            continue
-        op = weight_operands(grads, 1, 1, tma=False)
-        launch |= {f"{f}{field}": x for f, x in zip(FAMILIES, op.pointers, strict=True)}
-        strides = zip(names, op.strides, strict=True)
-        launch |= {f"{family}{field}_{part}": value for (family, part), value in strides}
-        launch |= {f"{key}{field}": op.constexprs[key] for key in ("TRANSPOSED", "UNIT")}
-        launch["TABLE"] = op.constexprs["TABLE"]
-        launch["num_home"], launch["num_static"] = op.counts
+        launch |= _field_arguments(field, grads)
     return launch
+
+
+def _field_arguments(field: str, grads: WeightSet | None) -> dict[str, Any]:
+    """What one gradient adds to the arguments; remembered with the field's operands."""
+    op = None if grads is None else weight_operands(grads, 1, 1, tma=False)
+    if grads is not None:
+        known = grads.launches.get(field)
+        if known is not None and known[0] is op:
+            arguments: dict[str, Any] = known[1]
+            return arguments
+    pointers, strides = ((None,) * 3, (None,) * 9) if op is None else (op.pointers, op.strides)
+    names = [f"{family}{field}_{part}" for family in FAMILIES for part in ("slot", "half", "line")]
+    arguments = dict(zip((f"{family}{field}" for family in FAMILIES), pointers, strict=True))
+    arguments |= dict(zip(names, strides, strict=True))
+    arguments |= {f"TRANSPOSED{field}": False, f"UNIT{field}": 1}
+    if op is not None and grads is not None:
+        arguments |= {f"{key}{field}": op.constexprs[key] for key in ("TRANSPOSED", "UNIT")}
+        arguments["TABLE"] = op.constexprs["TABLE"]
+        arguments["num_home"], arguments["num_static"] = op.counts
+        grads.launches[field] = (op, arguments)
+    return arguments

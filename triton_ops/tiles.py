@@ -83,6 +83,7 @@ def open_weights(
     TRANSPOSED: tl.constexpr,
     UNIT: tl.constexpr,
     TABLE: tl.constexpr,
+    APART: tl.constexpr = 0,  # gate and up weights of home are two tensors: halves are far apart
 ):
     """A tile's weight for `weight_block`: (weights, index, strides of slot, half, row, column)."""
     if TABLE:
@@ -113,7 +114,14 @@ def open_weights(
             line = 0
         else:
             slot_stride = pick_family(family, home_slot, static_slot, replica_slot)
-            half_stride = pick_family(family, home_half, static_half, replica_half)
+            if APART != 0:
+                half_stride = tl.cast(home_half, tl.int64)
+                if static_half is not None:
+                    half_stride = tl.where(family == 1, static_half, half_stride)
+                if replica_half is not None:
+                    half_stride = tl.where(family == 2, replica_half, half_stride)
+            else:
+                half_stride = pick_family(family, home_half, static_half, replica_half)
             line = pick_family(family, home_line, static_line, replica_line)
     if TRANSPOSED:
         row_stride = UNIT
@@ -122,6 +130,14 @@ def open_weights(
         row_stride = line
         col_stride = UNIT
     return weights, slot, slot_stride, half_stride, row_stride, col_stride
+
+
+@triton.jit
+def stored_half(half, family, APART: tl.constexpr):
+    """Place of a half in a descriptor: of two home tensors that at the lower address is first."""
+    if APART == 2:
+        half = tl.where(family == 0, 1 - half, half)
+    return half
 
 
 @triton.jit
@@ -261,6 +277,21 @@ def row_block(
         else:
             block = tl.load(ptrs, mask=ok[:, None] & (ks < end)[None, :], other=0.0)
     return block
+
+
+@triton.jit
+def keep_rows(block, lanes, num_rows):
+    """The block with exact zeros from row `num_rows` on, whatever it holds there.
+
+    By its bits: of a select on a value from the accumulators ptxas makes a second writer of
+    them, which costs 80 registers of F1 or a wait after every wgmma.
+    """
+    keep = (lanes - num_rows) >> 31  # all bits up to there, none from there on
+    if block.dtype.primitive_bitwidth == 32:
+        bits = block.to(tl.int32, bitcast=True) & keep[:, None]
+    else:
+        bits = block.to(tl.int16, bitcast=True) & keep.to(tl.int16)[:, None]
+    return bits.to(block.dtype, bitcast=True)
 
 
 @triton.jit

@@ -38,6 +38,16 @@ def check_table(name: str, table: torch.Tensor, shape: tuple[int | None, ...], l
         )
 
 
+def check_output(name: str, value: torch.Tensor) -> None:
+    """Memory that an op writes to: no element lies where another does."""
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if stride == 0 and size > 1:
+            raise ValueError(
+                f"{name}: need memory of its own for every element, got strides "
+                f"{list(value.stride())} for {describe(value)}"
+            )
+
+
 def check_wide(name: str, value: torch.Tensor, rows: torch.Tensor, why: str) -> None:
     """A tensor in the accumulation dtype of ``rows``: fp32, fp64 for fp64."""
     need = accumulation_dtype(rows.dtype)

@@ -1,8 +1,7 @@
-"""Ops of the experts as a layer runs them; contracts: reference/<op>.py.
+"""Forward and backward of the experts' inner part as a layer runs it.
 
-Where everything is as `BalancedMoE` has it (one tensor of gate and up rows a family, SwiGLU, no
-bias) the CPU bodies are made of the references of the single steps, which are fast; any other
-storage or activation takes the general reference, which is readable and slow.
+``expert_up``, ``expert_down_backward`` and their neighbours `expert_rows`; contracts:
+reference/<op>.py.
 """
 
 from __future__ import annotations
@@ -13,68 +12,51 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from relibra_kernels.checks import check_int, check_tensor
-from relibra_kernels.ops.argument_checks import check_float_matrix, check_wide
+from relibra_kernels.checks import check_choice, check_tensor
+from relibra_kernels.ops.argument_checks import check_float_matrix, check_table, check_wide
 from relibra_kernels.ops.backend import use_triton
+from relibra_kernels.ops.expert_arguments import (
+    SCORE_AT,
+    Activation,
+    Weights,
+    bias_field,
+    check_width,
+)
 from relibra_kernels.ops.gemm_launch import (
     check_gemm_sizes,
     clear_other_rows,
     gemm_config,
     tile_count,
-    weight_set,
 )
 from relibra_kernels.ops.grouped_gemm import check_tiles
 from relibra_kernels.reference import expert_down_backward as _expert_down_backward
 from relibra_kernels.reference import expert_up as _expert_up
-from relibra_kernels.reference.combine import accumulation_dtype
-from relibra_kernels.reference.grouped_gemm import multiply
-from relibra_kernels.reference.swiglu import swiglu, swiglu_backward
-from relibra_kernels.reference.token_permute import take_rows
 
 if TYPE_CHECKING:
     from relibra_kernels.weights import WeightSet
 
 DEVICES = ("cpu", "cuda")
-SWIGLU, CLAMPED_SWIGLU, GELU, SQUARED_RELU = 0, 1, 2, 3
 
 
-def _check_weights(
-    name: str, rows: Tensor, home: Sequence[Tensor], static: Tensor | None, replica: Tensor | None
-) -> None:
-    """Families of one dtype and shape; the numbers of slots are free."""
-    if not home:
-        raise ValueError(f"home_{name}: need at least one tensor, got none")
-    whole = len(home) == 1 and home[0].dim() == 3
-    first = check_tensor(f"home_{name}[0]", home[0], dtype=rows.dtype, ndim=3 if whole else 2)
-    shape = tuple(first.shape[1:] if whole else first.shape)
-    for i, expert in enumerate(home[1:], 1):
-        check_tensor(f"home_{name}[{i}]", expert, dtype=rows.dtype, shape=shape)
-    for family, tensor in (("static", static), ("replica", replica)):
-        if tensor is not None:
-            check_tensor(f"{family}_{name}", tensor, dtype=rows.dtype, shape=(None, *shape))
+def _check_rows(name: str, rows: Tensor, row_to_token: Tensor | None) -> int:
+    """A float matrix, gathered or not; the number of rows."""
+    check_float_matrix(name, rows)
+    if row_to_token is None:
+        return len(rows)
+    check_tensor("row_to_token_R", row_to_token, device=rows.device)
+    check_table("row_to_token_R", row_to_token, (None,), len(rows))
+    return len(row_to_token)
 
 
-def _num_slots(
-    home: Sequence[Tensor], static: Tensor | None, replica: Tensor | None
-) -> tuple[int, int, int]:
-    """(home, replica, static) slots, in the order of `check_tiles`."""
-    num_home = len(home[0]) if home[0].dim() == 3 else len(home)
-    sizes = [0 if one is None else len(one) for one in (replica, static)]
-    return num_home, sizes[0], sizes[1]
-
-
-def _is_plain(home: Sequence[Tensor], static: Tensor | None) -> bool:
-    return len(home) == 1 and home[0].dim() == 3 and static is None
-
-
-def _pair(home: Sequence[Tensor], replica: Tensor | None) -> tuple[Tensor, Tensor]:
-    return home[0], home[0][:0] if replica is None else replica
+def _check_score(score: Tensor, num_rows: int, rows: Tensor, name: str) -> None:
+    check_tensor("score_R", score, shape=(num_rows,), device=rows.device)
+    check_wide("score_R", score, rows, f"{name} is {rows.dtype}")
 
 
 @torch.library.custom_op("relibra::expert_up", mutates_args=(), device_types=DEVICES)
 def expert_up(
     x_UD: Tensor,
-    row_to_token_R: Tensor,
+    row_to_token_R: Tensor | None,
     home_w13: Sequence[Tensor],
     static_w13: Tensor | None,
     replica_w13: Tensor | None,
@@ -87,39 +69,48 @@ def expert_up(
     interleaved: bool = False,
     transposed: bool = False,
     backend: str = "auto",
+    home_b13: Tensor | None = None,
+    static_b13: Tensor | None = None,
+    replica_b13: Tensor | None = None,
+    score_R: Tensor | None = None,
+    halves_apart: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Received tokens -> inner rows of the experts, before and after the activation."""
-    check_float_matrix("x_UD", x_UD)
-    check_tensor("row_to_token_R", row_to_token_R, dtype=torch.int32, ndim=1, device=x_UD.device)
-    check_int("activation", activation, minimum=SWIGLU, maximum=SQUARED_RELU)
-    families = (home_w13, static_w13, replica_w13)
-    _check_weights("w13", x_UD, *families)
-    check_tiles(mtile_B4, block_rows, len(row_to_token_R), *_num_slots(*families))
-    halves = 2 if activation <= CLAMPED_SWIGLU else 1
+    num_rows = _check_rows("x_UD", x_UD, row_to_token_R)
+    chosen = Activation(activation, alpha, limit)
+    weights = Weights(home_w13, static_w13, replica_w13, halves_apart)
+    chosen.check()
+    weights.check("w13", x_UD)
+    check_tiles(mtile_B4, block_rows, num_rows, *weights.tile_limits())
+    w13 = weights.field(chosen.halves, interleaved, transposed, mtile_B4)
+    check_width("x_UD", x_UD, w13)
+    bias = bias_field("b13", (home_b13, static_b13, replica_b13), w13, x_UD.dtype)
+    if score_R is not None:
+        _check_score(score_R, num_rows, x_UD, "x_UD")
+    operands = (x_UD, row_to_token_R, w13, mtile_B4, block_rows)
     if use_triton(backend, x_UD):
-        w13 = weight_set(*families, halves, interleaved, transposed)
-        return _launch_up(x_UD, row_to_token_R, w13, mtile_B4, block_rows, activation, alpha, limit)
-    if _is_plain(home_w13, static_w13) and activation == SWIGLU and not (interleaved or transposed):
-        rows = take_rows(x_UD, row_to_token_R)
-        home, replica = _pair(home_w13, replica_w13)
-        weights = (home.transpose(1, 2), replica.transpose(1, 2))
-        h = multiply(rows, weights, mtile_B4, block_rows, exact)
-        return h, swiglu(h)
-    w13 = weight_set(*families, halves, interleaved, transposed)
+        return _launch_up(*operands, chosen, bias=bias, score=score_R)
     return _expert_up.expert_up(
-        x_UD, row_to_token_R, w13, mtile_B4, activation=activation, alpha=alpha, limit=limit
+        *operands,
+        exact=exact,
+        bias=bias,
+        score_R=score_R,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
     )
 
 
 def _launch_up(
     x: Tensor,
-    row_to_token: Tensor,
+    row_to_token: Tensor | None,
     w13: WeightSet,
     mtile_B4: Tensor,
     block_rows: int,
-    activation: int,
-    alpha: float,
-    limit: float,
+    activation: Activation,
+    *,
+    bias: WeightSet | None,
+    score: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The Triton body of ``expert_up``."""
     from relibra_kernels.triton_ops import expert_up as kernels
@@ -127,15 +118,17 @@ def _launch_up(
     sizes = (w13.num_columns, w13.num_rows)
     check_gemm_sizes(x, hidden_size=sizes[0], expert_size=sizes[1])
     h, a = kernels.expert_up(
-        x,
+        x if x.stride(1) == 1 else x.contiguous(),
         row_to_token,
         w13,
         mtile_B4,
         tile_count(mtile_B4, x.device),
         config=gemm_config("expert_up", x, *sizes, block_rows),
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
+        bias=bias,
+        score_R=score,
+        activation=activation.kind,
+        alpha=activation.alpha,
+        limit=activation.limit,
     )
     clear_other_rows(mtile_B4, block_rows, h, a)
     return h, a
@@ -144,7 +137,7 @@ def _launch_up(
 @expert_up.register_fake
 def _(
     x_UD: Tensor,
-    row_to_token_R: Tensor,
+    row_to_token_R: Tensor | None,
     home_w13: Sequence[Tensor],
     static_w13: Tensor | None,
     replica_w13: Tensor | None,
@@ -157,17 +150,23 @@ def _(
     interleaved: bool = False,
     transposed: bool = False,
     backend: str = "auto",
+    home_b13: Tensor | None = None,
+    static_b13: Tensor | None = None,
+    replica_b13: Tensor | None = None,
+    score_R: Tensor | None = None,
+    halves_apart: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    num_rows = row_to_token_R.shape[0]
+    num_rows = x_UD.shape[0] if row_to_token_R is None else row_to_token_R.shape[0]
     width = home_w13[0].shape[-1 if transposed else -2]
-    inner = width // 2 if activation <= CLAMPED_SWIGLU else width
+    width = 2 * width if halves_apart else width
+    inner = width // Activation(activation, alpha, limit).halves
     return x_UD.new_empty(num_rows, width), x_UD.new_empty(num_rows, inner)
 
 
 @torch.library.custom_op("relibra::expert_down_backward", mutates_args=(), device_types=DEVICES)
 def expert_down_backward(
     dy_UD: Tensor,
-    row_to_token_R: Tensor,
+    row_to_token_R: Tensor | None,
     home_w2: Sequence[Tensor],
     static_w2: Tensor | None,
     replica_w2: Tensor | None,
@@ -181,43 +180,33 @@ def expert_down_backward(
     limit: float = 7.0,
     transposed: bool = False,
     backend: str = "auto",
+    home_b2: Tensor | None = None,
+    static_b2: Tensor | None = None,
+    replica_b2: Tensor | None = None,
+    score_at: str = "output",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output gradients -> gradients of h and of the scores, and score * a."""
-    check_float_matrix("dy_UD", dy_UD)
-    num_rows = len(row_to_token_R)
-    check_tensor("row_to_token_R", row_to_token_R, dtype=torch.int32, ndim=1, device=dy_UD.device)
-    check_tensor("h_R2F", h_R2F, dtype=dy_UD.dtype, shape=(num_rows, None))
-    check_tensor("score_R", score_R, shape=(num_rows,))
-    check_wide("score_R", score_R, dy_UD, f"dy_UD is {dy_UD.dtype}")
-    check_int("activation", activation, minimum=SWIGLU, maximum=SQUARED_RELU)
-    families = (home_w2, static_w2, replica_w2)
-    _check_weights("w2", dy_UD, *families)
-    check_tiles(mtile_B4, block_rows, num_rows, *_num_slots(*families))
+    num_rows = _check_rows("dy_UD", dy_UD, row_to_token_R)
+    _check_score(score_R, num_rows, dy_UD, "dy_UD")
+    check_choice("score_at", score_at, SCORE_AT)
+    chosen = Activation(activation, alpha, limit)
+    weights = Weights(home_w2, static_w2, replica_w2)
+    chosen.check()
+    weights.check("w2", dy_UD)
+    check_tiles(mtile_B4, block_rows, num_rows, *weights.tile_limits())
+    w2 = weights.field(1, False, transposed, mtile_B4)
+    check_width("dy_UD", dy_UD, w2, backward=True)
+    h_shape = (num_rows, chosen.halves * w2.num_columns)
+    check_tensor("h_R2F", h_R2F, dtype=dy_UD.dtype, shape=h_shape)
+    bias = bias_field("b2", (home_b2, static_b2, replica_b2), w2, dy_UD.dtype)
+    operands = (dy_UD, row_to_token_R, w2, h_R2F, score_R, mtile_B4, block_rows)
     if use_triton(backend, dy_UD):
-        return _launch_down_backward(
-            dy_UD,
-            row_to_token_R,
-            weight_set(*families, 1, False, transposed),
-            h_R2F,
-            score_R,
-            mtile_B4,
-            block_rows,
-            activation,
-            alpha,
-            limit,
-        )
-    if _is_plain(home_w2, static_w2) and activation == SWIGLU and not transposed:
-        dy_RD = take_rows(dy_UD, row_to_token_R)
-        g = multiply(dy_RD, _pair(home_w2, replica_w2), mtile_B4, block_rows, exact)
-        return _down_backward_of(g, h_R2F, score_R)
-    w2 = weight_set(*families, 1, False, transposed)
+        return _launch_down_backward(*operands, chosen, bias=bias, score_at=score_at)
     return _expert_down_backward.expert_down_backward(
-        dy_UD,
-        row_to_token_R,
-        w2,
-        h_R2F,
-        score_R,
-        mtile_B4,
+        *operands,
+        exact=exact,
+        bias=bias,
+        score_at=score_at,
         activation=activation,
         alpha=alpha,
         limit=limit,
@@ -226,15 +215,16 @@ def expert_down_backward(
 
 def _launch_down_backward(
     dy: Tensor,
-    row_to_token: Tensor,
+    row_to_token: Tensor | None,
     w2: WeightSet,
     h: Tensor,
     score: Tensor,
     mtile_B4: Tensor,
     block_rows: int,
-    activation: int,
-    alpha: float,
-    limit: float,
+    activation: Activation,
+    *,
+    bias: WeightSet | None,
+    score_at: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The Triton body of ``expert_down_backward``."""
     from relibra_kernels.triton_ops import expert_down_backward as kernels
@@ -251,29 +241,20 @@ def _launch_down_backward(
         mtile_B4,
         tile_count(mtile_B4, dy.device),
         config=gemm_config("expert_down_backward", dy, *sizes, block_rows),
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
+        bias=bias,
+        score_at=score_at,
+        activation=activation.kind,
+        alpha=activation.alpha,
+        limit=activation.limit,
     )
     clear_other_rows(mtile_B4, block_rows, *found)
     return found
 
 
-def _down_backward_of(
-    g_RF: Tensor, h_R2F: Tensor, score_R: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From ``w2.T @ dy`` by row; every product in the accumulation dtype, one rounding each."""
-    wide = accumulation_dtype(h_R2F.dtype)
-    a_RF = swiglu(h_R2F)
-    dh = swiglu_backward((g_RF.to(wide) * score_R[:, None]).to(h_R2F.dtype), h_R2F)
-    scored = (a_RF.to(wide) * score_R[:, None]).to(h_R2F.dtype)
-    return dh, scored, (g_RF.to(wide) * a_RF.to(wide)).sum(1)
-
-
 @expert_down_backward.register_fake
 def _(
     dy_UD: Tensor,
-    row_to_token_R: Tensor,
+    row_to_token_R: Tensor | None,
     home_w2: Sequence[Tensor],
     static_w2: Tensor | None,
     replica_w2: Tensor | None,
@@ -287,6 +268,10 @@ def _(
     limit: float = 7.0,
     transposed: bool = False,
     backend: str = "auto",
+    home_b2: Tensor | None = None,
+    static_b2: Tensor | None = None,
+    replica_b2: Tensor | None = None,
+    score_at: str = "output",
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = home_w2[0].shape[-2 if transposed else -1]
     scored = h_R2F.new_empty(h_R2F.shape[0], width)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from relibra_kernels.checks import check_int
+from relibra_kernels.ops.launch_data import launch_data
 from relibra_kernels.weights import WeightSet
 
 if TYPE_CHECKING:
@@ -80,7 +81,10 @@ def gemm_config(
 
 
 def tile_count(tiles_B4: Tensor, device: torch.device) -> Tensor:
-    """B as the kernels read it, int32 ``[1]`` on their device."""
+    """B as the kernels read it, int32 ``[1]`` on their device; made ahead where tables carry it."""
+    data = launch_data(tiles_B4)
+    if data is not None and data.num_tiles.device == device:
+        return data.num_tiles
     return torch.full((1,), len(tiles_B4), dtype=torch.int32, device=device)
 
 
@@ -116,29 +120,44 @@ def weight_set(
     halves: int,
     interleaved: bool = False,
     transposed: bool = False,
+    tiles: Tensor | None = None,
+    halves_apart: bool = False,
 ) -> WeightSet:
     """The families of one field from an op's arguments; a family without slots is left out.
 
     Args:
-        home: one tensor ``[H, N, K]``, or H tensors ``[N, K]``.
+        home: one tensor ``[H, N, K]``, H tensors ``[N, K]``, or a pair, see `WeightSet`.
         static: ``[X, N, K]`` or None.
         replica: ``[S, N, K]`` or None.
         halves: 2 for gate and up rows.
         interleaved: gate and up rows alternate.
         transposed: stored ``[slots, K, N]``.
+        tiles: the launch's table; its launch data may remember the field.
+        halves_apart: gate and up weights of the home slots are two tensors.
 
     Raises:
         TypeError, ValueError: tensors that do not fit each other, see `WeightSet`.
     """
-    whole = len(home) == 1 and home[0].dim() == 3
-    return WeightSet(
-        home[0] if whole else tuple(home),
-        static if static is not None and len(static) else None,
-        replica if replica is not None and len(replica) else None,
-        halves=halves,
-        interleaved=interleaved,
-        transposed=transposed,
-    )
+    static = static if static is not None and len(static) else None
+    replica = replica if replica is not None and len(replica) else None
+
+    def make() -> WeightSet:
+        whole = len(home) == 1 and home[0].dim() == 3
+        return WeightSet(
+            home[0] if whole else tuple(home),
+            static,
+            replica,
+            halves=halves,
+            interleaved=interleaved,
+            transposed=transposed,
+            halves_apart=halves_apart,
+        )
+
+    data = None if tiles is None else launch_data(tiles)
+    if data is None or data.weights is None:
+        return make()
+    options = (halves, interleaved, transposed, halves_apart)
+    return data.weights.get((*home, static, replica), options, make)
 
 
 def default_block_rows(device: torch.device, backend: str = "auto") -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from relibra_kernels.checks import check_int, check_tensor, describe
-from relibra_kernels.ops.argument_checks import check_float_matrix, check_wide
+from relibra_kernels.ops.argument_checks import check_float_matrix, check_output, check_wide
 from relibra_kernels.ops.backend import checks_values, use_triton
 from relibra_kernels.ops.gemm_launch import (
     check_gemm_sizes,
@@ -26,13 +26,14 @@ from relibra_kernels.tables import (
     HOME,
     REPLICA,
     STATIC,
-    slot_bases,
+    count_padded_rows,
     tile_weights,
     w_tiles,
 )
 from relibra_kernels.weights import WeightSet
 
 DEVICES = ("cpu", "cuda")
+MAX_BLOCK_ROWS = 1 << 16
 
 
 def _check_gemm(name: str, rows: Tensor, home_w: Tensor, replica_w: Tensor, width_dim: int) -> None:
@@ -59,7 +60,7 @@ def check_tiles(
     On CUDA the values are looked at in debug mode only.
     """
     check_tensor("mtile_B4", mtile_B4, dtype=torch.int32, shape=(None, 4))
-    check_int("block_rows", block_rows, minimum=1)
+    check_int("block_rows", block_rows, minimum=1, maximum=MAX_BLOCK_ROWS)
     if not checks_values(mtile_B4):
         return
     mtile_B4 = mtile_B4.cpu()
@@ -99,9 +100,11 @@ def _launch(
 
     width, depth = home_w.shape[1:]
     check_gemm_sizes(rows, N=width, D=depth)
+    transposed = home_w.stride(2) != 1 and home_w.stride(1) == 1  # a view of [H, D, N]
+    home, replica = (w.transpose(1, 2) if transposed else w for w in (home_w, replica_w))
     out = kernels.grouped_gemm(
         rows,
-        weight_set([home_w], None, replica_w, 1),
+        weight_set([home], None, replica, 1, transposed=transposed, tiles=mtile_B4),
         mtile_B4,
         tile_count(mtile_B4, rows.device),
         config=gemm_config("grouped_gemm", rows, width, depth, block_rows),
@@ -230,9 +233,11 @@ def grouped_gemm_wgrad(
     shape = (None, grad_RN.shape[1], rows_RD.shape[1])
     check_tensor("home_grad_HND", home_grad_HND, shape=shape)
     check_tensor("replica_grad_SND", replica_grad_SND, dtype=home_grad_HND.dtype, shape=shape)
+    check_output("home_grad_HND", home_grad_HND)
+    check_output("replica_grad_SND", replica_grad_SND)
     num_slots = len(home_grad_HND) + len(replica_grad_SND)
     check_tensor("slot_rows_n", slot_rows_n, dtype=(torch.int32, torch.int64), shape=(num_slots,))
-    needed = int(slot_bases(slot_rows_n, block_rows)[-1])
+    needed = count_padded_rows(slot_rows_n, block_rows)
     if needed > len(grad_RN):
         raise ValueError(
             f"slot_rows_n: need at most {len(grad_RN)} padded rows, the rows of grad_RN, "

@@ -8,7 +8,9 @@ run**.
 
 Both numbers are CPU tensors and not integers: an integer is a guard, so that every layer would
 compile anew. Received tokens and the first GEMM's output have sizes that only the plan knows; they
-stay with the object for as long as the graph keeps the ticket. Replica buffers and ``main_grad``
+stay with the object for as long as the graph keeps the ticket. A layer that dispatches its input
+once more in the backward gets it from the graph (``saves_x``). Biases are inputs, None where the
+layer has none; every other option stays with the object. Replica buffers and ``main_grad``
 never enter the graph, which would clone them.
 """
 
@@ -35,21 +37,22 @@ class OpaqueLayer(Protocol):
         self,
         x_TD: Tensor,
         scores_TK: Tensor,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Tensor | None, ...],
         expert_ids_TK: Tensor | None,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The output ``[T, D]`` and the ticket, int64 ``[2]`` on the CPU."""
+        """The output ``[T, D]`` and the ticket, int64 ``[2]`` on the CPU; weights as the op's."""
 
     def run_backward(
         self,
         ticket: Tensor,
         dy_TD: Tensor,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Tensor | None, ...],
+        x_TD: Tensor | None,
         needs: tuple[bool, ...],
         into_main: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of x, scores, w13 and w2; None for those that autograd does not get."""
+        """Gradients of x, scores, w13, w2, b13, b2; None for those that autograd does not get."""
 
 
 def _layer(id_tensor: Tensor, name: str) -> OpaqueLayer:
@@ -77,11 +80,15 @@ def moe_forward(
     layer_id: Tensor,
     keep: bool,
     weight_grads: str,
+    b13_H2F: Tensor | None = None,
+    b2_HD: Tensor | None = None,
+    saves_x: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output of the layer in its current use, and the ticket for its backward."""
     check_choice("weight_grads", weight_grads, WEIGHT_GRADS)
     layer = _layer(layer_id, "layer_id")
-    return layer.run_forward(x_TD, scores_TK, (w13_H2FD, w2_HDF), expert_ids_TK, keep)
+    weights = (w13_H2FD, w2_HDF, b13_H2F, b2_HD)
+    return layer.run_forward(x_TD, scores_TK, weights, expert_ids_TK, keep)
 
 
 @moe_forward.register_fake
@@ -94,6 +101,9 @@ def _(
     layer_id: Tensor,
     keep: bool,
     weight_grads: str,
+    b13_H2F: Tensor | None = None,
+    b2_HD: Tensor | None = None,
+    saves_x: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return x_TD.new_empty(x_TD.shape), torch.empty(2, dtype=torch.int64, device="cpu")
 
@@ -108,18 +118,21 @@ def moe_backward(
     scores_dtype: torch.dtype,
     needs: list[bool],
     weight_grads: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, scores, w13, w2; empty where not needed or added to ``main_grad``."""
+    b13_H2F: Tensor | None = None,
+    b2_HD: Tensor | None = None,
+    x_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, scores, w13, w2, b13, b2; empty where not needed or in ``main_grad``."""
     check_choice("weight_grads", weight_grads, WEIGHT_GRADS)
     layer, into_main = _layer(ticket, "ticket"), weight_grads != "returned"
-    weights = (w13_H2FD, w2_HDF)
-    grads = layer.run_backward(ticket, dy_TD, weights, tuple(needs), into_main)
-    like = ((dy_TD, dy_TD.dtype), (dy_TD, scores_dtype), *((w, w.dtype) for w in weights))
-    dx, dscores, dw13, dw2 = (
-        t.new_empty(0, dtype=dtype) if grad is None else grad
-        for grad, (t, dtype) in zip(grads, like, strict=True)
+    weights = (w13_H2FD, w2_HDF, b13_H2F, b2_HD)
+    grads = layer.run_backward(ticket, dy_TD, weights, x_TD, tuple(needs), into_main)
+    dtypes = (dy_TD.dtype, scores_dtype, *(w13_H2FD.dtype,) * 4)
+    dx, dscores, dw13, dw2, db13, db2 = (
+        dy_TD.new_empty(0, dtype=dtype) if grad is None else grad
+        for grad, dtype in zip(grads, dtypes, strict=True)
     )
-    return dx, dscores, dw13, dw2
+    return dx, dscores, dw13, dw2, db13, db2
 
 
 @moe_backward.register_fake
@@ -132,41 +145,50 @@ def _(
     scores_dtype: torch.dtype,
     needs: list[bool],
     weight_grads: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    returned = weight_grads == "returned"
+    b13_H2F: Tensor | None = None,
+    b2_HD: Tensor | None = None,
+    x_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dx = dy_TD.new_empty(dy_TD.shape if needs[0] else (0,))
     shape = (dy_TD.shape[0], num_choices) if needs[1] else (0,)
     dscores = dy_TD.new_empty(shape, dtype=scores_dtype)
-    dw13 = w13_H2FD.new_empty(w13_H2FD.shape if needs[2] and returned else (0,))
-    dw2 = w2_HDF.new_empty(w2_HDF.shape if needs[3] and returned else (0,))
-    return dx, dscores, dw13, dw2
+    dw13, dw2, db13, db2 = (
+        w13_H2FD.new_empty(
+            weight.shape if weight is not None and need and weight_grads == "returned" else (0,)
+        )
+        for weight, need in zip((w13_H2FD, w2_HDF, b13_H2F, b2_HD), needs[2:], strict=True)
+    )
+    return dx, dscores, dw13, dw2, db13, db2
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, scores, w13, w2, *_, weight_grads = inputs
-    ctx.save_for_backward(w13, w2, output[1])
+    x, scores, w13, w2, *_, weight_grads, b13, b2, saves_x = inputs
+    ctx.save_for_backward(w13, w2, b13, b2, x if saves_x else None, output[1])
     ctx.num_choices, ctx.scores_dtype = scores.shape[1], scores.dtype
     ctx.weight_grads = weight_grads
 
 
 def _backward(ctx: Any, dy_TD: Tensor, _ticket_grad: Tensor | None) -> tuple[Any, ...]:
-    w13, w2, ticket = ctx.saved_tensors
-    needs, mode = list(ctx.needs_input_grad[:4]), ctx.weight_grads
+    *weights, x, ticket = ctx.saved_tensors
+    # Trailing arguments that were left at their defaults are missing.
+    mode, asked = ctx.weight_grads, (*ctx.needs_input_grad, False, False, False)
+    needs = [*asked[:4], *asked[8:10]]  # x, scores, w13, w2 and b13, b2
     grads: list[Tensor | None] = list(
         torch.ops.relibra.moe_backward(
-            dy_TD, w13, w2, ticket, ctx.num_choices, ctx.scores_dtype, needs, mode
+            dy_TD, *weights[:2], ticket, ctx.num_choices, ctx.scores_dtype, needs, mode,
+            *weights[2:], x,
         )
-    )
+    )  # fmt: skip
     # An op none of whose outputs is used is removed from the graph, and main_grad would miss it.
     if mode == "dummy" or (mode == "main_grad" and not any(needs[:2])):
-        for i, weight in ((2, w13), (3, w2)):
+        for i, weight in enumerate(weights, 2):
             grad = grads[i]
-            assert grad is not None
-            grads[i] = grad.sum().to(weight.dtype).expand(weight.shape)  # of nothing: exact zeros
+            if grad is not None and weight is not None:  # of nothing: exact zeros
+                grads[i] = grad.sum().to(weight.dtype).expand(weight.shape)
     elif mode == "main_grad":
-        grads[2:] = [None, None]
+        grads[2:] = [None] * 4
     used = [g if need else None for g, need in zip(grads, needs, strict=True)]
-    return (*used, None, None, None, None)
+    return (*used[:4], None, None, None, None, *used[4:], None)
 
 
 moe_forward.register_autograd(_backward, setup_context=_context)

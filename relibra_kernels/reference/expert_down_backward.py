@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from relibra_kernels.reference.activation import SWIGLU, activate_grad, activate_rounded
 from relibra_kernels.reference.combine import accumulation_dtype
-from relibra_kernels.tables import tile_weights
+from relibra_kernels.reference.grouped_gemm import slot_segments
+from relibra_kernels.reference.swiglu import swiglu_backward
+from relibra_kernels.reference.token_permute import take_rows
+from relibra_kernels.reference.weight_products import multiply_backward, slot_view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from relibra_kernels.weights import WeightSet
-
-SWIGLU, CLAMPED_SWIGLU, GELU, SQUARED_RELU = 0, 1, 2, 3
 
 
 def expert_down_backward(
@@ -25,7 +25,9 @@ def expert_down_backward(
     h_R2F: torch.Tensor,
     score_R: torch.Tensor,
     mtile_B4: torch.Tensor,
+    block_rows: int,
     *,
+    exact: bool = False,
     bias: WeightSet | None = None,
     score_at: str = "output",
     activation: int = SWIGLU,
@@ -34,7 +36,7 @@ def expert_down_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of h and of the scores, and score * a, from those of the experts' outputs.
 
-    Derived: with ``g = w2.T @ dy[token of r]`` in fp32 and ``a`` the rounded activation of ``h``:
+    Derived: with ``g = w2.T @ dy[token of r]`` and ``a`` the rounded activation of ``h``:
     ``scored_a = score * a``, ``dh = d activation(h) . (score * g)`` and ``dscore = <g, a>``,
     ``+ <dy, b2>`` where the score multiplies the biased output.
 
@@ -45,6 +47,8 @@ def expert_down_backward(
         h_R2F: ``[R, halves * F]``, gate | up, or ``[R, F]`` for activations without a gate.
         score_R: ``[R]``, any float dtype.
         mtile_B4: int32 ``[B, 4]`` on the CPU, see `relibra_kernels.tables.m_tiles`.
+        block_rows: rows of a tile.
+        exact: see ``grouped_gemm``.
         bias: ``[slots, D, 1]`` down biases; None without.
         score_at: ``"output"``, or ``"activation"``: the score does not multiply the bias.
         activation: 0 SwiGLU, 1 clamped SwiGLU, 2 GELU, 3 squared ReLU.
@@ -60,115 +64,87 @@ def expert_down_backward(
         >>> from relibra_kernels.weights import WeightSet
         >>> expert_down_backward(
         ...     torch.tensor([[1.0]]), None, WeightSet(torch.full((1, 1, 1), 4.0)),
-        ...     torch.tensor([[3.0]]), torch.tensor([0.5]), m_tiles([1], 1, 1), activation=3)
+        ...     torch.tensor([[3.0]]), torch.tensor([0.5]), m_tiles([1], 1, 1), 1, activation=3)
         (tensor([[12.]]), tensor([[4.5000]]), tensor([36.]))
     """
-    wide = accumulation_dtype(h_R2F.dtype)
-    width = w2.view(w2.families()[0][1]).shape[3]
-    dh = torch.zeros_like(h_R2F)
-    scored = h_R2F.new_zeros(len(h_R2F), width)
-    dscore = h_R2F.new_zeros(len(h_R2F), dtype=wide)
-    for rows, slot in tile_rows(mtile_B4):
-        grad = dy[rows if row_to_token_R is None else row_to_token_R[rows].long()].to(wide)
-        h = h_R2F[rows].to(wide)
-        g = grad @ slot_view(w2, slot)[0].to(wide)
-        score = score_R[rows].to(wide)[:, None]
-        a_rounded = activate(h, activation, alpha, limit).to(h_R2F.dtype).to(wide)
-        scored[rows] = (score * a_rounded).to(h_R2F.dtype)
-        dh[rows] = activate_grad(score * g, h, activation, alpha, limit).to(h_R2F.dtype)
-        dscore[rows] = (g * a_rounded).sum(1)
-        if bias is not None and score_at == "output":
-            dscore[rows] += grad @ slot_view(bias, slot)[0, :, 0].to(wide)
+    dy_RD = dy if row_to_token_R is None else take_rows(dy, row_to_token_R)
+    g = multiply_backward(dy_RD, w2, mtile_B4, block_rows, exact)
+    dh, scored, dscore = from_activation_grad(g, h_R2F, score_R, activation, alpha, limit)
+    if bias is not None and score_at == "output":
+        add_bias_dots(dscore, dy_RD, bias, mtile_B4, block_rows)
+    for rows in (dh, scored, dscore):
+        select_tile_rows(rows, mtile_B4)
     return dh, scored, dscore
 
 
-def activate(h: torch.Tensor, activation: int, alpha: float, limit: float) -> torch.Tensor:
-    """The activation between the GEMMs, in the dtype of h, differentiable.
-
-    Derived: the clamped SwiGLU is ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate cut at
-    ``limit`` and up at both limits.
+def from_activation_grad(
+    g: torch.Tensor,
+    h: torch.Tensor,
+    score_R: torch.Tensor,
+    activation: int,
+    alpha: float,
+    limit: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``dh``, ``score * a`` and ``<g, a>``; products in the accumulation dtype, one rounding each.
 
     Args:
-        h: ``[R, 2F]`` gate | up, or ``[R, F]`` for an activation without a gate.
-        activation: 0 SwiGLU, 1 clamped SwiGLU, 2 GELU, 3 squared ReLU.
+        g: ``[R, F]``, gradient of the activation before its score.
+        h: ``[R, halves * F]``.
+        score_R: ``[R]``, any float dtype.
+        activation: see `relibra_kernels.reference.activation.activate`.
         alpha: factor inside the sigmoid of the clamped SwiGLU.
         limit: its clamp.
-
-    Returns:
-        ``[R, F]``.
-
-    Example:
-        >>> activate(torch.tensor([[9.0, -9.0]]), CLAMPED_SWIGLU, alpha=0.0, limit=2.0)
-        tensor([[-1.]])
     """
-    if activation == GELU:
-        return torch.nn.functional.gelu(h)
-    if activation == SQUARED_RELU:
-        return torch.relu(h).square()
-    gate, up = h.chunk(2, dim=1)
+    wide = accumulation_dtype(h.dtype)
+    score = score_R[:, None].to(wide)
+    a = activate_rounded(h, activation, alpha, limit)
+    g = g.to(wide)
     if activation == SWIGLU:
-        return torch.nn.functional.silu(gate) * up
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+        dh = swiglu_backward((g * score).to(h.dtype), h)
+    else:
+        dh = activate_grad(g * score, h.to(wide), activation, alpha, limit).to(h.dtype)
+    return dh, (a.to(wide) * score).to(h.dtype), (g * a.to(wide)).sum(1)
 
 
-def activate_grad(
-    da: torch.Tensor, h: torch.Tensor, activation: int, alpha: float, limit: float
-) -> torch.Tensor:
-    """Gradient of h of :func:`activate`; by hand, since op bodies run below autograd.
-
-    Derived: where a clamp cuts, the gradient is 0; at the limit itself it is 1.
+def add_bias_dots(
+    dscore: torch.Tensor,
+    dy: torch.Tensor,
+    bias: WeightSet,
+    mtile_B4: torch.Tensor,
+    block_rows: int,
+) -> None:
+    """Adds ``<dy[r], b2[slot of r]>`` to the gradients of the scores, in place.
 
     Args:
-        da: ``[R, F]``.
-        h: ``[R, 2F]`` gate | up, or ``[R, F]`` for an activation without a gate.
-        activation: 0 SwiGLU, 1 clamped SwiGLU, 2 GELU, 3 squared ReLU.
-        alpha: factor inside the sigmoid of the clamped SwiGLU.
-        limit: its clamp.
+        dscore: ``[R]``.
+        dy: ``[R, D]``.
+        bias: ``[slots, D, 1]``.
+        mtile_B4: int32 ``[B, 4]`` on the CPU.
+        block_rows: rows of a tile.
+    """
+    for segment in slot_segments(mtile_B4, block_rows):
+        rows = slice(segment.first, segment.first + segment.rows)
+        b2 = slot_view(bias, (segment.family, segment.weight)).reshape(-1)
+        dscore[rows] += dy[rows].to(dscore.dtype) @ b2.to(dscore.dtype)
+
+
+def select_tile_rows(rows: torch.Tensor, mtile_B4: torch.Tensor) -> torch.Tensor:
+    """Zeros, in place, in the rows that belong to no tile and in tiles' padding.
+
+    Args:
+        rows: ``[R, ...]``.
+        mtile_B4: int32 ``[B, 4]`` on the CPU.
 
     Returns:
-        The shape of h.
+        ``rows``.
 
     Example:
-        >>> activate_grad(torch.ones(1, 1), torch.tensor([[3.0]]), SQUARED_RELU, 0.0, 0.0)
-        tensor([[6.]])
+        >>> select_tile_rows(torch.ones(4), torch.tensor([[0, 2, 1, 0]], dtype=torch.int32))
+        tensor([0., 0., 1., 0.])
     """
-    if activation == GELU:
-        below = 0.5 * (1 + torch.erf(h * 0.5**0.5))
-        density: torch.Tensor = torch.exp(-0.5 * h * h) * (2 * math.pi) ** -0.5
-        return da * (below + h * density)
-    if activation == SQUARED_RELU:
-        return da * 2 * torch.relu(h)
-    gate, up = h.chunk(2, dim=1)
-    factor = 1.0
-    free_gate = free_up = torch.ones_like(gate, dtype=torch.bool)
-    if activation == CLAMPED_SWIGLU:
-        factor, free_gate, free_up = alpha, gate <= limit, (up >= -limit) & (up <= limit)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-    s = torch.sigmoid(factor * gate)
-    d_gate = da * up * s * (1 + factor * gate * (1 - s)) * free_gate
-    return torch.cat([d_gate, da * gate * s * free_up], dim=1)
-
-
-def tile_rows(mtile_B4: torch.Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Real rows of every tile, and its (family, slot inside the family).
-
-    Args:
-        mtile_B4: int32 ``[B, 4]`` on the CPU, see `relibra_kernels.tables.m_tiles`.
-    """
-    family, index = tile_weights(mtile_B4)
-    places = zip(family.tolist(), index.tolist(), mtile_B4.tolist(), strict=True)
-    for which, slot, (_, row, rows, _) in places:
-        yield slice(row, row + rows), (which, slot)
-
-
-def slot_view(field: WeightSet, slot: tuple[int, int]) -> torch.Tensor:
-    """Logical ``[halves, rows, columns]`` of one slot.
-
-    Args:
-        field: weights or gradients.
-        slot: family and slot inside it.
-    """
-    family = (field.home, field.static, field.replica)[slot[0]]
-    assert family is not None
-    return field.view(family[slot[1]])[0]
+    used = np.zeros(len(rows) + 1, np.int32)
+    first, count = mtile_B4.numpy()[:, 1], mtile_B4.numpy()[:, 2]
+    np.add.at(used, first, 1)
+    np.add.at(used, first + count, -1)
+    unused = torch.from_numpy(np.flatnonzero(np.cumsum(used[:-1]) == 0))
+    return rows.index_fill_(0, unused, 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from relibra_kernels.reference.expert_down_backward import slot_view
+from relibra_kernels.reference.grouped_gemm_wgrad import add_outer
+from relibra_kernels.reference.weight_products import paired, stored_matrices
 from relibra_kernels.tables import HOME, REPLICA, STATIC, slot_bases
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def expert_wgrad(
         104.0
     """
     base = slot_bases(slot_rows_n, block_rows).tolist()
+    if grad13 is not None and grad13.interleaved:
+        dh = paired(dh)
     for slot, num_rows in enumerate(slot_rows_n.tolist()):
         rows = slice(base[slot], base[slot] + num_rows)
         source = rows if row_to_token_R is None else row_to_token_R[rows].long()
@@ -57,14 +60,14 @@ def expert_wgrad(
         for grads, left, right in operands:
             if grads is None:
                 continue
-            where = family_of(grads, slot)
-            out = slot_view(grads, where)
-            outer = (left.to(out.dtype).t() @ right.to(out.dtype)).view(out.shape)
-            if where[0] == HOME and accumulate_home:
-                if num_rows:
-                    out += outer
+            family, index = family_of(grads, slot)
+            adds = family == HOME and accumulate_home
+            if family == HOME and grads.halves_apart:
+                for half, part in zip(grads.home, left.chunk(2, dim=1), strict=True):
+                    out = half[index].t() if grads.transposed else half[index]
+                    add_outer(out, (part, right), accumulate=adds)
             else:
-                out.copy_(outer)
+                add_outer(stored_matrices(grads)[family][index], (left, right), accumulate=adds)
 
 
 def family_of(field: WeightSet, slot: int) -> tuple[int, int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from relibra_kernels.tables import REPLICA, tile_weights
+from relibra_kernels.tables import tile_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # Below 4 rows torch takes a matrix-vector path whose bits depend on where a weight lies in memory.
 MIN_TILE_ROWS = 4
 ALIGN_BYTES = 64
+
+# Weights [A, C] by family and slot, in the order of the families' numbers: home, static, replica.
+Families: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor]]"
 
 
 def grouped_gemm(
@@ -53,7 +56,7 @@ def grouped_gemm(
         ...     m_tiles([2, 1], num_home=1, block_rows=2), 2, True).tolist()
         [[10.0, 0.5], [20.0, 1.0], [300.0, 21.0], [0.0, 0.0]]
     """
-    weights = (home_w_HND.transpose(1, 2), replica_w_SND.transpose(1, 2))
+    weights = (home_w_HND.transpose(1, 2), (), replica_w_SND.transpose(1, 2))
     return multiply(rows_RD, weights, mtile_B4, block_rows, exact)
 
 
@@ -68,7 +71,7 @@ class Segment(NamedTuple):
 
 def multiply(
     rows: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: Families,
     mtile_B4: torch.Tensor,
     block_rows: int,
     exact: bool,
@@ -77,7 +80,7 @@ def multiply(
 
     Args:
         rows: ``[R, A]``.
-        weights: home ``[H, A, C]`` and replica ``[S, A, C]``.
+        weights: home ``[H, A, C]``, static and replica ``[S, A, C]``: a tensor, or a matrix a slot.
         mtile_B4: int32 ``[B, 4]``.
         block_rows: rows of a tile.
         exact: see `grouped_gemm`.
@@ -91,7 +94,7 @@ def multiply(
 
 def multiply_slots(
     rows: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: Families,
     mtile_B4: torch.Tensor,
     block_rows: int,
 ) -> torch.Tensor:
@@ -101,12 +104,12 @@ def multiply_slots(
     of both families in place and takes fp64 and any strides; ``perf/bench_grouped_gemm.py`` times
     them side by side.
     """
-    out = rows.new_empty(rows.shape[0], weights[0].shape[2])
+    out = rows.new_empty(rows.shape[0], product_width(weights))
     done = 0
     for segment in sorted(slot_segments(mtile_B4, block_rows), key=lambda one: one.first):
         first, end = segment.first, segment.first + segment.rows
         out[done:first].zero_()
-        weight = weights[segment.family == REPLICA][segment.weight]
+        weight = weights[segment.family][segment.weight]
         torch.mm(rows[first:end], weight, out=out[first:end])
         done = end
     out[done:].zero_()
@@ -115,7 +118,7 @@ def multiply_slots(
 
 def multiply_tiles(
     rows: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: Families,
     mtile_B4: torch.Tensor,
     block_rows: int,
 ) -> torch.Tensor:
@@ -135,12 +138,19 @@ def multiply_tiles(
 
     packed = aligned_zeros(rows, len(tile) * height, rows.shape[1])
     packed.index_copy_(0, place, rows.index_select(0, source))
-    products = aligned_zeros(rows, len(tile) * height, weights[0].shape[2])
+    width = product_width(weights)
+    products = aligned_zeros(rows, len(tile) * height, width)
     for b, (which, index) in enumerate(zip(family.tolist(), weight.tolist(), strict=True)):
         here = slice(b * height, (b + 1) * height)
-        torch.mm(packed[here], weights[which == REPLICA][index], out=products[here])
-    out = rows.new_zeros(rows.shape[0], weights[0].shape[2])
+        torch.mm(packed[here], weights[which][index], out=products[here])
+    out = rows.new_zeros(rows.shape[0], width)
     return out.index_copy_(0, source, products.index_select(0, place))
+
+
+def product_width(weights: Families) -> int:
+    """C."""
+    home = weights[0]
+    return home.shape[2] if isinstance(home, torch.Tensor) else home[0].shape[1]
 
 
 def aligned_zeros(like: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:

@@ -43,4 +43,4 @@ def grouped_gemm_dgrad(
         ...     torch.zeros(0, 2, 1), m_tiles([1], num_home=1, block_rows=2), 2, True).tolist()
         [[11.0], [0.0]]
     """
-    return multiply(grad_RN, (home_w_HND, replica_w_SND), mtile_B4, block_rows, exact)
+    return multiply(grad_RN, (home_w_HND, (), replica_w_SND), mtile_B4, block_rows, exact)

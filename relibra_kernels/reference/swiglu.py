@@ -6,6 +6,9 @@ import torch
 
 from relibra_kernels.reference.combine import accumulation_dtype
 
+# Written with exp and division: torch's own sigmoid and silu give other bits for the last elements
+# of a tensor than for the rest, so that a row's result would depend on its place.
+
 
 def swiglu(h_R2F: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` with ``h = gate | up`` concatenated; fp32 inside, one rounding.
@@ -25,7 +28,7 @@ def swiglu(h_R2F: torch.Tensor) -> torch.Tensor:
         [[0.0, 300.0]]
     """
     gate, up = h_R2F.to(accumulation_dtype(h_R2F.dtype)).chunk(2, dim=1)
-    return (torch.nn.functional.silu(gate) * up).to(h_R2F.dtype)
+    return (gate / (1 + torch.exp(-gate)) * up).to(h_R2F.dtype)
 
 
 def swiglu_backward(da_RF: torch.Tensor, h_R2F: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore = ["launch_child.py"]  # a program, not a module of tests
+collect_ignore = ["launch_child.py", "layer_child.py"]  # programs, not modules of tests
 
 
 @pytest.fixture(scope="session")

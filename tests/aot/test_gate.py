@@ -1,6 +1,7 @@
 """The ahead-of-time gate: each of its rules finds what it is for, and the kernels pass it."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "perf"))  # scripts, n
 
 import aot_cases
 import aot_gate
+import aot_table
 from aot_cubin import Binary, Needs, judge
 
 HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;\nWARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n"
@@ -82,6 +84,21 @@ def test_results_are_kept_by_version_of_triton(tmp_path):
     assert path.read_text() == (
         '{\n"3.6.0": [\n{"kernel": "F2"}\n],\n"3.7.1": [\n{"kernel": "F3"}\n]\n}\n'
     )
+
+
+@pytest.mark.parametrize("version", aot_table.VERSIONS)
+def test_the_stored_results_of_a_version_are_complete_and_all_pass(version):
+    """Remedy: python perf/aot_gate.py --triton-path DIR, see CONTRIBUTING.md."""
+    rows = json.loads(aot_gate.RESULTS.read_text())[version]
+    assert len(rows) == aot_cases.NUM_ROWS
+    assert aot_gate.missing_rows(rows, aot_cases.expected_keys()) == []
+    assert [row for row in rows if row["wrong"]] == []
+
+
+def test_ci_compiles_with_every_stored_version(project_root):
+    assert set(json.loads(aot_gate.RESULTS.read_text())) == set(aot_table.VERSIONS)
+    text = (project_root / ".github/workflows/ci.yml").read_text()
+    assert f"triton: {json.dumps(aot_table.VERSIONS)}" in text
 
 
 @pytest.mark.xdist_group("aot")

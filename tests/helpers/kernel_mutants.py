@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import itertools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 TRITON_OPS = Path(__file__).resolve().parents[2] / "triton_ops"
 _count = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """A mutant that a test noticed.
+
+    Attributes:
+        name: of the mutant.
+        test: file and name of the test.
+        how: first line of what it said.
+    """
+
+    name: str
+    test: str
+    how: str
+
+
+KILLS: list[Kill] = []  # of this process; `--list-mutants` prints them
+
+
+@contextlib.contextmanager
+def killed(
+    name: str,
+    errors: type[Exception] | tuple[type[Exception], ...] = AssertionError,
+    match: str | None = None,
+) -> Iterator[None]:
+    """The body must fail, since it runs a mutant; the kill is noted.
+
+    Args:
+        name: of the mutant.
+        errors: how it may fail.
+        match: pattern that the message has.
+    """
+    with pytest.raises(errors, match=match) as caught:
+        yield
+    place = os.environ.get("PYTEST_CURRENT_TEST", "").split("[")[0].removesuffix(" (call)")
+    lines = [line.strip() for line in str(caught.value).splitlines() if line.strip()]
+    said = lines[0] if lines else type(caught.value).__name__
+    KILLS.append(Kill(name, place, said))
 
 
 def mutated(name: str, before: str, after: str, folder: Path) -> ModuleType:

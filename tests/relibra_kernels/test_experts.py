@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_cases import CASE
 
+from relibra_kernels.reference import activation as activation_reference
 from relibra_kernels.reference import expert_down_backward as down_reference
 from relibra_kernels.reference import expert_up as up_reference
 from relibra_kernels.reference import expert_wgrad as wgrad_reference
@@ -48,7 +49,9 @@ def test_expert_up(case, layout, activation, backend):
         False, activation, 1.702, 1.0, w13.interleaved, w13.transposed, backend,
     )  # fmt: skip
     options = {"activation": activation, "alpha": 1.702, "limit": 1.0}
-    expected = up_reference.expert_up(x, case.row_to_token, w13, case.mtile, **options)
+    expected = up_reference.expert_up(
+        x, case.row_to_token, w13, case.mtile, case.block_rows, **options
+    )
     close(h, expected[0])
     close(a, expected[1])
     assert not h[case.row_to_slot < 0].any()
@@ -71,8 +74,8 @@ def test_expert_down_backward(case, layout, activation, backend):
         1.0, w2.transposed, backend,
     )  # fmt: skip
     expected = down_reference.expert_down_backward(
-        dy, case.row_to_token, w2, h, case.row_score, case.mtile, activation=activation,
-        alpha=1.702, limit=1.0,
+        dy, case.row_to_token, w2, h, case.row_score, case.mtile, case.block_rows,
+        activation=activation, alpha=1.702, limit=1.0,
     )  # fmt: skip
     for one, other in zip(got, expected, strict=True):
         close(one, other)
@@ -172,6 +175,6 @@ def test_the_reference_gradient_is_that_of_autograd(activation):
     h = torch.randn(9, width, dtype=torch.float64, requires_grad=True)
     da = torch.randn(9, F, dtype=torch.float64)
     options = (activation, 1.702, 1.0)
-    (need,) = torch.autograd.grad(down_reference.activate(h, *options), h, da)
-    got = down_reference.activate_grad(da, h.detach(), *options)
+    (need,) = torch.autograd.grad(activation_reference.activate(h, *options), h, da)
+    got = activation_reference.activate_grad(da, h.detach(), *options)
     assert calc_diff(got, need) < 1e-24

@@ -17,8 +17,11 @@ NAMES = [
     "combine",
     "combine_backward",
     "count_sends",
+    "expert_bias_grad",
+    "expert_down",
     "expert_down_backward",
     "expert_up",
+    "expert_up_backward",
     "expert_wgrad",
     "grouped_gemm",
     "grouped_gemm_dgrad",
@@ -49,7 +52,13 @@ def test_every_op_is_registered_with_a_cpu_body_and_a_fake():
     ("name", "mutated"),
     [
         ("grouped_gemm_wgrad", {"home_grad_HND", "replica_grad_SND"}),
-        ("expert_wgrad", {"home_grad13", "replica_grad13", "home_grad2", "replica_grad2"}),
+        (
+            "expert_wgrad",
+            {
+                *("home_grad13", "static_grad13", "replica_grad13", "home_grads13"),
+                *("home_grad2", "static_grad2", "replica_grad2", "home_grads2"),
+            },
+        ),
         ("replica_push", {"replica_w"}),
         ("home_reduce", {"home_grad"}),
         ("combine", set()),

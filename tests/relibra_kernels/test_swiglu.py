@@ -1,6 +1,14 @@
 import pytest
 import torch
 
+from relibra_kernels.reference.activation import (
+    CLAMPED_SWIGLU,
+    GELU,
+    SQUARED_RELU,
+    SWIGLU,
+    activate,
+)
+from relibra_kernels.reference.swiglu import swiglu
 from relibra_kernels.testing.op_checks import check_swiglu
 
 relibra = torch.ops.relibra
@@ -66,3 +74,14 @@ def test_opcheck():
     h = torch.randn(5, 6, requires_grad=True)
     torch.library.opcheck(relibra.swiglu, (h,))
     torch.library.opcheck(relibra.swiglu_backward, (torch.randn(5, 3), h.detach()))
+
+
+@pytest.mark.parametrize("activation", [SWIGLU, CLAMPED_SWIGLU, GELU, SQUARED_RELU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bits_of_a_row_do_not_depend_on_its_place(activation, dtype):
+    h = 4 * torch.randn(300, 10, generator=torch.Generator().manual_seed(1)).to(dtype)
+    together = activate(h, activation, 1.702, 7.0)
+    alone = torch.cat([activate(row[None], activation, 1.702, 7.0) for row in h])
+    assert torch.equal(together, alone)
+    if activation == SWIGLU:
+        assert torch.equal(swiglu(h), torch.cat([swiglu(row[None]) for row in h]))

@@ -68,7 +68,7 @@ def test_replica_tiles_count_from_zero():
             ValueError,
             r"slot_rows_n: need values in 0\..*-1 at \[1\]",
         ),
-        (lambda: slot_bases([3], 0), ValueError, "block_rows: need at least 1, got 0"),
+        (lambda: slot_bases([3], 0), ValueError, "block_rows: need 1 to 2147483647, got 0"),
         (lambda: slot_bases([1.5], 4), TypeError, "slot_rows_n: need integers"),
         (lambda: slot_bases([2**31 - 1, 9], 4), ValueError, "need at most 2147483647 padded rows"),
         (lambda: m_tiles([1, 2], 3, 4), ValueError, "num_home: need 0 to 2, got 3"),

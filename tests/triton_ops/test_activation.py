@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from relibra_kernels.reference.expert_down_backward import activate as reference
+from relibra_kernels.reference.activation import activate as reference
 from relibra_kernels.triton_ops import activation
 from relibra_kernels.triton_ops.activation import activate, activate_grad
 
