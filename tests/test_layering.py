@@ -12,6 +12,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"checks", "limits", "topology", "rank_order", "native", "errors", "_planner"},
     {"trace", "formats", "id_arrays", "dispatch_rows", "slicing", "load_matrix", "dealing"}
     | {"layout", "placement_maps", "tables", "weights", "validate", "shape", "presets", "synthetic"}
+    | {"slot_layout"}
     | {
         "plan",
         "pass_plan",
@@ -25,10 +26,16 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"cost_model", "token_copies", "token_sample", "pass_cost", "transfer_cost", "planner"},
     {"reference", "triton_ops"},
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
-    {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}
+    {"hop_splits", "hop_tables", "places", "dispatcher", "stages", "started_layer"}
+    | {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}
     | {
         "compiled",
         "token_exchange",
+        "layer_options",
+        "expert_weights",
+        "expert_ops",
+        "layer_passes",
+        "weight_grads",
         "composition",
         "composed",
         "simulate",
@@ -48,6 +55,9 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "attachment",
         "attachable",
         "movers",
+        "table_ring",
+        "runtime_warmup",
+        "step_tables",
     },
     {"integrations", "cli", "cli_input", "cli_plan", "cli_check", "cli_simulate", "doctor"}
     | {"cli_settings"}

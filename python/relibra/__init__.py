@@ -12,6 +12,7 @@ from relibra.composition import Sample as Sample
 from relibra.composition import Samples as Samples
 from relibra.cost_model import CostModel as CostModel
 from relibra.formats import load_routing as load_routing
+from relibra.layer_options import LayerOptions as LayerOptions
 from relibra.layout import ExpertLayout as ExpertLayout
 from relibra.load_matrix import LoadMatrix as LoadMatrix
 from relibra.load_matrix import balance_metrics as balance_metrics
@@ -30,6 +31,8 @@ from relibra.rank_order import ExpertGroup as ExpertGroup
 from relibra.rank_order import expert_groups as expert_groups
 from relibra.runtime import Runtime as Runtime
 from relibra.shape import ModelShape as ModelShape
+from relibra.stages import DispatchedTokens as DispatchedTokens
+from relibra.stages import dispatch as dispatch
 from relibra.step import TrainingStep as TrainingStep
 from relibra.token_sample import TokenSample as TokenSample
 from relibra.topology import Topology as Topology

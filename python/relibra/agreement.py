@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,18 +41,65 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     """
     what = "making the runtime's group"
     wait_for_all(group, timeout_s, what)
+    members = list(range(dist.get_world_size(group)))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return _make_group(group, members, f"relibra-{_new_number(group, what):x}", timeout, what)
+
+
+def grid_groups(
+    group: dist.ProcessGroup,
+    members: tuple[list[int], list[int]],
+    names: tuple[str, str],
+    timeout_s: float | None,
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The row and the column of this rank in a grid of the ranks of ``group``; collective over it.
+
+    Args:
+        group: ranks and backend.
+        members: ranks inside ``group`` of each of the two groups, in the order they shall have.
+        names: of the two, equal on their members and different elsewhere.
+        timeout_s: seconds that a collective of the new groups waits, None as ``group``.
+
+    Raises:
+        ReplicaSyncError: a rank did not take part in time.
+    """
+    what = "making the groups of a two-hop dispatch"
+    wait_for_all(group, timeout_s, what)
+    number = _new_number(group, what)
+    timeout = group_timeout(group)
+    if timeout_s is not None:
+        timeout = datetime.timedelta(seconds=timeout_s)
+    first, second = (
+        _make_group(group, part, f"relibra-{number:x}-{name}", timeout, what)
+        for part, name in zip(members, names, strict=True)
+    )
+    return first, second
+
+
+def _new_number(group: dist.ProcessGroup, what: str) -> int:
+    """The same random number on all ranks of a group."""
     mine = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
-    name: Any = f"relibra-{int(gather_tensor(mine, group, what)[0]):x}"
-    ranks = dist.get_process_group_ranks(group)
+    return int(gather_tensor(mine, group, what)[0])
+
+
+def _make_group(
+    group: dist.ProcessGroup,
+    members: list[int],
+    name: str,
+    timeout: datetime.timedelta | None,
+    what: str,
+) -> dist.ProcessGroup:
+    """A group over some ranks of ``group``, in the given order, under a name never used."""
+    ranks = [dist.get_process_group_ranks(group)[member] for member in members]
     try:
         made: dist.ProcessGroup = distributed_c10d._new_process_group_helper(
             len(ranks),
-            dist.get_rank(group),
+            members.index(dist.get_rank(group)),
             ranks,
             dist.Backend(dist.get_backend(group)),
             distributed_c10d._get_default_store(),
-            name,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            cast("Any", name),
+            timeout=timeout,
         )[0]
     except RuntimeError as error:
         raise sync_error(what, group, error) from error

@@ -16,7 +16,7 @@ from relibra.attachable import check_holds, find_layers
 from relibra.balanced_moe import MoEHandle
 from relibra.layout import ExpertLayout
 from relibra.live_routes import live_tables
-from relibra.local_use import count_ids
+from relibra.local_use import narrow_ids
 from relibra.migrate import expert_fields, move_fields, move_lists
 from relibra.module import BalancedMoE
 from relibra.movers import GroupMovers
@@ -181,14 +181,15 @@ class Attachment:
         """What all ranks must have set alike, as facts to agree on."""
         runtime = self.runtime
         shapes = {
-            layer: [(name, tuple(p.shape[1:]), str(p.dtype)) for name, p in moe.named_parameters()]
+            layer: (moe.options, [(n, p.shape[1:], p.dtype) for n, p in moe.named_parameters()])
             for layer, moe in self.layers.items()
         }
-        modes = f"{runtime.combine} {runtime.grad_mode}"
+        modes = f"{runtime.combine} {runtime.grad_mode} {runtime.dispatch}"
         return {
             "rows of a GEMM tile (block_rows)": runtime.block_rows,
             "replica slots": runtime.replica_slots,
-            "combine and grad_mode (CRC-32)": zlib.crc32(modes.encode()),
+            "combine, grad_mode and dispatch (CRC-32)": zlib.crc32(modes.encode()),
+            "topology (CRC-32)": zlib.crc32(repr(runtime.topology).encode()),
             "sizes and dtypes of the expert weights (CRC-32)": zlib.crc32(repr(shapes).encode()),
         }
 
@@ -213,12 +214,11 @@ class Attachment:
         runtime, movers = self.runtime, self.movers(None, None)
         layout = self.layouts_by_layer()[moe.layer]
         what = f"live use of layer {moe.layer}"
-        counts = count_ids(expert_ids, moe.num_experts)
         if not self._options_agreed:
             self.runtime.agree(self.options(), what=what)
             self._options_agreed = True
-        ids = expert_ids.to(torch.int32)
-        tables = live_tables(runtime, movers, "home", ids, layout, counts, what)
+        ids = narrow_ids(expert_ids)
+        tables = live_tables(runtime, movers, "home", ids, layout, expert_ids, what)
         return MoEHandle(
             tables,
             movers,

@@ -1,41 +1,41 @@
 """The balanced MoE autograd function: dispatch, push, experts, combine, and the way back.
 
 One autograd node holds every collective of one layer, so all ranks meet in the same order whatever
-their plans make them compute. Only the received tokens and the first GEMM's output are saved; the
-backward pushes the replica weights again, because the replica buffer is shared by all layers.
+their plans make them compute. Its stages are in `relibra.layer_passes`.
 
-Letters: T tokens here, K choices, V tokens sent, U tokens received, R rows computed here, D model
-dim, F expert dim, H home slots, S replica slots. Source: ReLibra (arXiv 2605.08639), section 4.
+Letters: T tokens here, K choices, D model dim, F expert dim, H home slots, S replica slots.
+Source: ReLibra (arXiv 2605.08639), section 4.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 
-from relibra.token_exchange import (
-    combine_exact,
-    combine_reduced,
-    dispatch_grads,
-    dispatch_tokens,
-    return_dscores,
-    return_dx,
+from relibra.expert_weights import ExpertWeights, Field, check_weights
+from relibra.layer_options import LayerOptions, check_options
+from relibra.layer_passes import Kept, LayerCall, run_backward, run_forward
+from relibra.stages import (
+    DispatchedTokens,
+    PendingOutput,
+    Stages,
+    check_dispatched,
+    check_tokens,
 )
-from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
-from relibra_kernels.checks import check_tensor
-from relibra_kernels.reference.combine import accumulation_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from relibra.rank_tables import LayerTables
+    from relibra_kernels.transport.dispatch import Arrival
+    from relibra_kernels.transport.two_hop import Relay
 
 COMBINE_MODES = ("reduced", "exact")
 GRAD_MODES = ("returned", "main_grad")
 
-_relibra = torch.ops.relibra
+_DEFAULTS = LayerOptions()
 
 
 class Movers(Protocol):
@@ -46,13 +46,25 @@ class Movers(Protocol):
     ) -> torch.Tensor:
         """All-to-all of rows."""
 
-    def push(
-        self, weights: tuple[torch.Tensor, ...], tables: LayerTables, what: str
-    ) -> tuple[torch.Tensor, ...]:
-        """Home weights -> replica slots; returns the replica buffers ``[S, ...]``."""
+    def start_exchange(
+        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+    ) -> Arrival:
+        """`exchange` without waiting; ``x`` stays unchanged until the rows are waited for."""
 
-    def replica_grads(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Gradient buffers ``[S, ...]`` for the replica slots; contents are undefined."""
+    def start_relay(self, x: torch.Tensor, relay: Relay, what: str) -> Arrival:
+        """Rows over the two hops of a `relibra.hop_tables.HopPaths`, without waiting."""
+
+    def push(
+        self, weights: Mapping[str, torch.Tensor], tables: LayerTables, what: str
+    ) -> dict[str, torch.Tensor]:
+        """Home weights -> replica slots; returns the replica buffers ``[S, ...]`` by field."""
+
+    def replica_grads(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gradient buffers ``[S, ...]`` for the replica slots; contents are undefined.
+
+        Args:
+            weights: all fields of the home slots, so that every call gives the same buffers.
+        """
 
     def reduce(
         self,
@@ -63,8 +75,19 @@ class Movers(Protocol):
     ) -> None:
         """Adds replica gradients to ``home_grads`` in ascending (rank, slot) order."""
 
-    def enter_backward(self, handle: MoEHandle) -> None:
-        """Called first in the backward of a use, on the thread that runs it."""
+    def note_stage(self, stage: str, *, is_open: bool) -> None:
+        """A stage handle was made, or used; one that is left over is named at the step's end."""
+
+    def enter_experts(self, handle: MoEHandle, detail: str) -> None:
+        """Called first in the forward of a use; ``detail`` must be the same on all ranks."""
+
+    def enter_backward(self, handle: MoEHandle, detail: str) -> None:
+        """Called first in the backward of a use, on the thread that runs it.
+
+        Args:
+            handle: of the use.
+            detail: which gradients are wanted, the same on all ranks.
+        """
 
     def leave_backward(self, handle: MoEHandle) -> None:
         """Called last in the backward of a use."""
@@ -84,6 +107,8 @@ class MoEHandle:
         block_rows: rows of a GEMM tile.
         key: (model, optimizer step, pass, micro-batch, layer), None outside a training step.
         kernels: ``"auto"`` (Triton on CUDA, references on CPU), ``"triton"`` or ``"reference"``.
+        static, static_grads: field name -> ``[X, ...]`` weights of the static slots, and where
+            their gradients go; None without static slots.
     """
 
     tables: LayerTables
@@ -94,6 +119,13 @@ class MoEHandle:
     block_rows: int = 16
     key: tuple[str, int, str, int, int] | None = None
     kernels: str = "auto"
+    static: Mapping[str, torch.Tensor] | None = None
+    static_grads: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def num_static(self) -> int:
+        """X, static slots in the tables."""
+        return 0 if self.static is None else len(next(iter(self.static.values())))
 
     @property
     def is_exact(self) -> bool:
@@ -101,16 +133,54 @@ class MoEHandle:
         return self.combine == "exact"
 
 
+@overload
 def balanced_moe(
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
-    w13_H2FD: torch.Tensor,
-    w2_HDF: torch.Tensor,
+    w13_H2FD: Field,
+    w2_HDF: Field,
     *,
     handle: MoEHandle,
-) -> torch.Tensor:
-    """SwiGLU experts over balanced slots: ``y[t] = sum_k scores[t, k] * expert(ids[t, k])(x[t])``.
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    options: LayerOptions = _DEFAULTS,
+    dispatched: DispatchedTokens | None = None,
+    wait: Literal[True] = True,
+) -> torch.Tensor: ...
 
+
+@overload
+def balanced_moe(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    w13_H2FD: Field,
+    w2_HDF: Field,
+    *,
+    handle: MoEHandle,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    options: LayerOptions = _DEFAULTS,
+    dispatched: DispatchedTokens | None = None,
+    wait: Literal[False],
+) -> PendingOutput: ...
+
+
+def balanced_moe(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    w13_H2FD: Field,
+    w2_HDF: Field,
+    *,
+    handle: MoEHandle,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    options: LayerOptions = _DEFAULTS,
+    dispatched: DispatchedTokens | None = None,
+    wait: bool = True,
+) -> torch.Tensor | PendingOutput:
+    """Experts over balanced slots: ``y[t] = sum_k scores[t, k] * expert(ids[t, k])(x[t])``.
+
+    With ``expert(x) = w2 @ activation(w13 @ x + b13) + b2``; see `LayerOptions` for its forms.
     Correctness does not depend on the plan behind ``handle``; only the balance does. The expert
     ids are those of ``handle.tables``. Scores are used as given, never renormalised.
 
@@ -118,43 +188,55 @@ def balanced_moe(
         x_TD: ``[T, D]`` activations, any float dtype.
         scores_TK: ``[T, K]`` weights of the choices, any float dtype; used, and sent, in fp32
             (fp64 with fp64 activations).
-        w13_H2FD: ``[H, 2F, D]`` gate and up weights of the home slots, dtype of ``x_TD``.
-        w2_HDF: ``[H, D, F]`` down weights of the home slots, dtype of ``x_TD``.
+        w13_H2FD: ``[H, 2F, D]`` gate and up weights of the home slots, dtype of ``x_TD``; or a
+            tuple of H tensors ``[2F, D]``, one parameter an expert.
+        w2_HDF: ``[H, D, F]`` down weights of the home slots, dtype of ``x_TD``; or a tuple.
         handle: the use, from ``step.handle(...)`` or :class:`relibra.BalancedMoE`.
+        b13: ``[H, 2F]`` biases in the order of the rows of ``w13``; None without.
+        b2: ``[H, D]`` biases of the outputs; None without.
+        options: activation, storage, and what is kept for the backward.
+        dispatched: these tokens on their way, from :func:`relibra.dispatch`; None sends them here.
+        wait: False returns while the outputs are on their way back.
 
     Returns:
-        ``[T, D]`` in the dtype of ``x_TD``.
+        ``[T, D]`` in the dtype of ``x_TD``; without ``wait`` a `relibra.stages.PendingOutput`,
+        whose ``wait()`` gives it.
 
     Raises:
         TypeError, ValueError: an argument breaks the contract above.
+        RuntimeError: ``dispatched`` was used before.
         ReplicaSyncError: a collective failed or timed out.
     """
-    _check(x_TD, scores_TK, w13_H2FD, w2_HDF, handle)
+    call = LayerCall(handle, options, ExpertWeights(w13_H2FD, w2_HDF, b13, b2))
+    check_call(x_TD, scores_TK, call)
+    if dispatched is not None:
+        check_dispatched(dispatched)
+        dispatched.check(x_TD, scores_TK, handle)
+    stages = Stages(dispatched, wait)
     apply: Callable[..., torch.Tensor] = _BalancedMoE.apply
-    return apply(x_TD, scores_TK, w13_H2FD, w2_HDF, handle)
+    y_TD = apply(x_TD, scores_TK, call, stages, *call.weights.flatten())
+    return y_TD if stages.rows is None else PendingOutput(y_TD, stages.rows, handle)
 
 
-def _check(
-    x: torch.Tensor, scores: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, handle: MoEHandle
-) -> None:
-    check_tensor("x_TD", x, ndim=2)
-    if not x.is_floating_point():
-        raise TypeError(f"x_TD: need a floating-point dtype, got {x.dtype}")
-    num_tokens, num_choices = handle.tables.ids_TK.shape
-    if x.shape[0] != num_tokens:
-        raise ValueError(f"x_TD: need {num_tokens} tokens for {handle.what}, got {x.shape[0]}")
-    check_tensor("scores_TK", scores, shape=(num_tokens, num_choices), device=x.device)
-    if not scores.is_floating_point():
-        raise TypeError(f"scores_TK: need a floating-point dtype, got {scores.dtype}")
-    check_tensor("w13_H2FD", w13, dtype=x.dtype, ndim=3, device=x.device)
-    num_home, rows13, width = w13.shape
-    if rows13 % 2 or width != x.shape[1]:
-        raise ValueError(f"w13_H2FD: need [H, 2F, D] with D = {x.shape[1]}, got {list(w13.shape)}")
-    check_tensor("w2_HDF", w2, dtype=x.dtype, shape=(num_home, width, rows13 // 2), device=x.device)
-    if num_home > handle.tables.slot_rows_n.numel():
+def check_call(x: torch.Tensor, scores: torch.Tensor, call: LayerCall) -> None:
+    """Raise unless the arguments of a layer keep the contract of :func:`balanced_moe`.
+
+    Args:
+        x: ``[T, D]``.
+        scores: ``[T, K]``.
+        call: of the use.
+
+    Raises:
+        TypeError, ValueError: an argument that does not.
+    """
+    handle = call.handle
+    check_options(call.options)
+    check_tokens(x, scores, handle)
+    check_weights(call.weights, x, call.options)
+    if call.weights.num_slots != handle.tables.num_home:
         raise ValueError(
-            f"w13_H2FD: need at most {handle.tables.slot_rows_n.numel()} home slots for the "
-            f"tables of {handle.what}, got {num_home}"
+            f"w13_H2FD: need {handle.tables.num_home} home slots for the tables of {handle.what}, "
+            f"got {call.weights.num_slots}"
         )
 
 
@@ -164,162 +246,25 @@ class _BalancedMoE(torch.autograd.Function):
         ctx: Any,
         x_TD: torch.Tensor,
         scores_TK: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        handle: MoEHandle,
+        call: LayerCall,
+        stages: Stages,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        tables = handle.tables
-        wide_TK = scores_TK.to(accumulation_dtype(x_TD.dtype))
-        x_UD, scores_UK = dispatch_tokens(x_TD, wide_TK, handle)
-        replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
-        h_R2F, a_RF = _relibra.expert_up(
-            x_UD,
-            tables.row_to_token_R,
-            [w13],
-            None,
-            replica13,
-            tables.mtile_B4,
-            handle.block_rows,
-            handle.is_exact,
-            backend=handle.kernels,
-        )
-        y_RD = _gemm(_relibra.grouped_gemm, a_RF, w2, replica2, handle)
-        del a_RF  # made again from h in the backward
-        combine = combine_exact if handle.is_exact else combine_reduced
-        ctx.handle = handle
-        ctx.scores_dtype = scores_TK.dtype
-        ctx.params = (w13, w2)  # saved tensors lose attributes such as main_grad under recompute
-        ctx.save_for_backward(x_UD, h_R2F, scores_UK, w13, w2)
-        return combine(y_RD, wide_TK, scores_UK, handle)
+        tokens = None if stages.dispatched is None else stages.dispatched.take()
+        rows, kept = run_forward(x_TD, scores_TK, call, tokens)
+        ctx.call = call  # saved tensors lose attributes such as main_grad under recompute
+        ctx.scores_dtype = kept.scores_dtype
+        ctx.save_for_backward(kept.tokens, kept.h_R2F, kept.scores_UK, *weights)
+        return stages.output(rows, x_TD)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        handle: MoEHandle = ctx.handle
         if torch.is_grad_enabled():  # create_graph=True; its result would silently be a constant
-            raise RuntimeError(f"{handle.what}: balanced_moe has no second derivative")
-        handle.movers.enter_backward(handle)
-        x_UD, h_R2F, scores_UK, w13, w2 = ctx.saved_tensors
-        needs_x, needs_scores, needs_w13, needs_w2 = ctx.needs_input_grad[:4]
-        tables = handle.tables
-        dy_UD = dispatch_grads(dy_TD, handle)
-        replica13, replica2 = handle.movers.push((w13, w2), tables, handle.what)
-        score_R = _relibra.row_scores(
-            scores_UK, tables.row_to_choice_R, tables.token_choice_to_row_UK, handle.kernels
+            raise RuntimeError(f"{ctx.call.handle.what}: balanced_moe has no second derivative")
+        tokens, h_R2F, scores_UK, *weights = ctx.saved_tensors
+        kept = Kept(tokens, h_R2F, scores_UK, ctx.scores_dtype)
+        needs_x, needs_scores, _, _, *needs = ctx.needs_input_grad
+        dx, dscores, *grads = run_backward(
+            dy_TD, kept, ctx.call, weights, (needs_x, needs_scores, *needs)
         )
-        dh_R2F, scored_RF, dscore_R = _relibra.expert_down_backward(
-            dy_UD,
-            tables.row_to_token_R,
-            [w2],
-            None,
-            replica2,
-            h_R2F,
-            score_R,
-            tables.mtile_B4,
-            handle.block_rows,
-            handle.is_exact,
-            backend=handle.kernels,
-        )
-        dx_TD = dscores_TK = None
-        if needs_x:
-            dx_RD = _gemm(_relibra.grouped_gemm_dgrad, dh_R2F, w13, replica13, handle)
-            dx_TD = return_dx(dx_RD, handle)
-            del dx_RD
-        if needs_scores:
-            dscores_TK = return_dscores(dscore_R, handle).to(ctx.scores_dtype)
-        grads: tuple[torch.Tensor | None, ...] = (None, None)
-        if needs_w13 or needs_w2:
-            operands = (x_UD, dy_UD, dh_R2F, scored_RF)
-            grads = _weight_grads(ctx.params, operands, (needs_w13, needs_w2), handle)
-        handle.movers.leave_backward(handle)
-        return dx_TD, dscores_TK, *grads, None
-
-
-def _gemm(
-    op: Callable[..., torch.Tensor],
-    rows: torch.Tensor,
-    home: torch.Tensor,
-    replica: torch.Tensor,
-    handle: MoEHandle,
-) -> torch.Tensor:
-    """One of the two row-wise products, over the tiles of this use."""
-    mtile = handle.tables.mtile_B4
-    return op(rows, home, replica, mtile, handle.block_rows, handle.is_exact, handle.kernels)
-
-
-def _weight_grads(
-    weights: tuple[torch.Tensor, torch.Tensor],
-    operands: tuple[torch.Tensor, ...],
-    needs: tuple[bool, bool],
-    handle: MoEHandle,
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the home weights, those of their replicas included exactly once.
-
-    Args:
-        weights: w13 and w2 of the home slots.
-        operands: received tokens, their output gradients, gradients of h, score * a.
-        needs: which of the weights want a gradient.
-        handle: of this use.
-    """
-    tables, movers = handle.tables, handle.movers
-    used = [i for i, needed in enumerate(needs) if needed]
-    chosen = tuple(weights[i] for i in used)
-    into_main = handle.grad_mode == "main_grad"
-    home = tuple(main_grad_of(w) if into_main else _empty_grad(w) for w in chosen)
-    num_replica = tables.slot_rows_n.numel() - weights[0].shape[0]  # the runtime may have more
-    replica = tuple(slots[:num_replica] for slots in movers.replica_grads(chosen))
-    pairs: list[torch.Tensor | None] = [None] * 4
-    for i, home_grad, replica_grad in zip(used, home, replica, strict=True):
-        pairs[2 * i : 2 * i + 2] = home_grad, replica_grad
-    _relibra.expert_wgrad(
-        *operands,
-        tables.row_to_token_R,
-        tables.slot_rows_n,
-        handle.block_rows,
-        *pairs,
-        into_main,
-        handle.kernels,
-    )
-    movers.reduce(replica, home, tables, handle.what)
-    out: list[torch.Tensor | None] = [None, None]
-    for i, home_grad in zip(used, home, strict=True):
-        out[i] = _dummy_grad(weights[i]) if into_main else home_grad.to(weights[i].dtype)
-    return tuple(out)
-
-
-def _empty_grad(weight: torch.Tensor) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
-
-
-def main_grad_of(weight: torch.Tensor) -> torch.Tensor:
-    """The host's fp32 gradient buffer of a parameter.
-
-    Raises:
-        ValueError: there is none, or its shape differs.
-        TypeError: it is not fp32 (fp64 for fp64 weights).
-    """
-    grad = getattr(weight, "main_grad", None)
-    need = accumulation_dtype(weight.dtype)
-    if not isinstance(grad, torch.Tensor):
-        raise ValueError(
-            'main_grad: grad_mode="main_grad" needs a tensor param.main_grad on every expert '
-            f"parameter, got {grad!r}"
-        )
-    if grad.dtype != need:
-        raise TypeError(f"main_grad: need {need} (accumulation in {grad.dtype} loses rows)")
-    if grad.shape != weight.shape or not grad.is_contiguous():
-        raise ValueError(
-            f"main_grad: need a contiguous {list(weight.shape)} tensor, got {list(grad.shape)}"
-        )
-    return grad
-
-
-def _dummy_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """What autograd gets in ``main_grad`` mode.
-
-    Hosts with gradient-accumulation fusion set ``grad_added_to_main_grad`` on the parameter and
-    require that ``param.grad`` is not None; it carries no value.
-    """
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        return dx, dscores, None, None, *grads

@@ -18,14 +18,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from relibra.hop_splits import Splits, count_tokens
+from relibra.hop_tables import build_tables
+from relibra.local_use import count_ids
 from relibra.planner.online import replicate_now, share_as_planned
-from relibra.rank_tables import LayerTables, SourceRoute
+from relibra.rank_tables import SourceRoute
 from relibra.source_split import split_rows
+from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
     from relibra.layout import ExpertLayout, Int64Array
     from relibra.movers import GroupMovers
     from relibra.plan import ReplicaPlan
+    from relibra.rank_tables import LayerTables
     from relibra.runtime import Runtime
 
 LIVE_MODES = ("fraction", "online", "home")
@@ -48,9 +53,8 @@ def live_source(
         planned: the plan of this use, needed by ``fraction``.
     """
     if mode == "home" or runtime.replica_slots == 0:
-        return SourceRoute.live(
-            counts_GE, layout, runtime.replica_slots, runtime.rank, runtime.block_rows
-        )
+        sizes = (runtime.replica_slots, runtime.rank, runtime.block_rows)
+        return SourceRoute.live(counts_GE, layout, *sizes, runtime.dispatcher.ranks)
     total_E = counts_GE.sum(0)
     if mode == "fraction" and planned is not None:
         replicas = planned.replica_slot_expert_GS
@@ -66,7 +70,41 @@ def live_source(
         np.ascontiguousarray(slot_rows, np.int64),
         runtime.topology.rank_to_rail_G,
     )
-    return SourceRoute.build(layout, replicas, quota, runtime.rank, runtime.block_rows)
+    hops = runtime.dispatcher.ranks
+    return SourceRoute.build(layout, replicas, quota, runtime.rank, runtime.block_rows, hops)
+
+
+def gather_counts(
+    runtime: Runtime, expert_ids: torch.Tensor, num_experts: int, what: str
+) -> Int64Array:
+    """Rows of every expert on every rank, int64 ``[G, E]``; collective.
+
+    A rank whose ids are wrong sends counts that nobody can have, so that its peers do not wait.
+
+    Args:
+        runtime: of the group.
+        expert_ids: ``[T, K]``.
+        num_experts: E.
+        what: names the use in errors.
+
+    Raises:
+        TypeError, ValueError: wrong ids on this rank, see `relibra.local_use.count_ids`.
+        PlanError: wrong ids on another rank.
+    """
+    fault: Exception | None = None
+    try:
+        counts_E = count_ids(expert_ids, num_experts)
+    except (TypeError, ValueError) as error:
+        fault = error
+        device = getattr(expert_ids, "device", None)
+        counts_E = torch.full((num_experts,), -1, dtype=torch.int64, device=device)
+    counts_GE: Int64Array = torch.stack(runtime.gather(counts_E, f"{what}: counts")).cpu().numpy()
+    if fault is not None:
+        raise fault
+    refused = np.flatnonzero((counts_GE < 0).any(1)).tolist()
+    if refused:
+        raise PlanError(f"{what}: expert_ids: refused by rank(s) {refused}, see their errors")
+    return counts_GE
 
 
 def live_tables(
@@ -75,7 +113,7 @@ def live_tables(
     mode: str,
     ids_TK: torch.Tensor,
     layout: ExpertLayout,
-    counts_E: torch.Tensor,
+    expert_ids: torch.Tensor,
     what: str,
     planned: ReplicaPlan | None = None,
 ) -> LayerTables:
@@ -87,25 +125,18 @@ def live_tables(
         mode: one of `LIVE_MODES`.
         ids_TK: int32 ``[T, K]``, -1 takes no part.
         layout: home of every expert.
-        counts_E: int64 ``[E]``, rows of this rank's ids.
+        expert_ids: integer ``[T, K]``, the same as the host gave them.
         what: names the use in errors.
         planned: the plan of this use, for ``fraction``.
+
+    Raises:
+        TypeError, ValueError: ids that are none; on other ranks PlanError.
     """
-    counts_GE = torch.stack(runtime.gather(counts_E, f"{what}: counts")).cpu().numpy()
+    counts_GE = gather_counts(runtime, expert_ids, layout.num_experts, what)
     source = live_source(runtime, mode, counts_GE, layout, planned)
-    sends = source.count_sends(ids_TK, runtime.num_ranks, runtime.kernels)
-    sends_GG = torch.stack(runtime.gather(sends, f"{what}: token counts"))
-
-    def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
-        return movers.exchange(x, send, recv, f"{what}: rows")
-
-    return LayerTables.build(
-        ids_TK,
-        source,
-        sends_GG[runtime.rank].tolist(),
-        sends_GG[:, runtime.rank].tolist(),
-        exchange,
-        num_home=layout.slots_per_rank,
-        block_rows=runtime.block_rows,
-        backend=runtime.kernels,
-    )
+    ranks = runtime.dispatcher.ranks
+    sends = count_tokens(source, ids_TK, runtime.num_ranks, ranks, runtime.kernels)
+    sends_GX = torch.stack(runtime.gather(sends, f"{what}: token counts")).cpu().numpy()
+    splits = Splits.of(sends_GX, runtime.rank, source, ranks)
+    num_home = layout.slots_per_rank
+    return build_tables(runtime, movers, ids_TK, source, splits, what, num_home=num_home)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,9 +11,15 @@ from relibra.balanced_moe import MoEHandle
 from relibra.plan import ExpertLayout
 from relibra.rank_tables import LayerTables, SourceRoute
 from relibra_kernels.reference.combine import accumulation_dtype
+from relibra_kernels.transport.dispatch import PendingRows
+from relibra_kernels.transport.group import Ranks
+from relibra_kernels.transport.two_hop import TwoHopDispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from relibra_kernels.transport.dispatch import Arrival
+    from relibra_kernels.transport.two_hop import Relay
 
 LOCAL_BLOCK_ROWS = 16
 
@@ -27,17 +33,25 @@ class LocalMovers:
         """The rows themselves."""
         return x
 
-    def push(
-        self, weights: tuple[torch.Tensor, ...], tables: LayerTables, what: str
-    ) -> tuple[torch.Tensor, ...]:
-        """Empty replica buffers ``[0, ...]``."""
-        return tuple(w.new_empty(0, *w.shape[1:]) for w in weights)
+    def start_exchange(
+        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+    ) -> Arrival:
+        """The rows themselves, here already."""
+        return PendingRows(x, x, None, Ranks.of(None), what)
 
-    def replica_grads(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def start_relay(self, x: torch.Tensor, relay: Relay, what: str) -> Arrival:
+        """What this rank passes on to itself."""
+        return TwoHopDispatch(None, None).start(x, relay, what=what)
+
+    def push(
+        self, weights: Mapping[str, torch.Tensor], tables: LayerTables, what: str
+    ) -> dict[str, torch.Tensor]:
+        """Empty replica buffers ``[0, ...]``."""
+        return {name: _no_slots(w, w.dtype) for name, w in weights.items()}
+
+    def replica_grads(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Empty gradient buffers ``[0, ...]``."""
-        return tuple(
-            w.new_empty(0, *w.shape[1:], dtype=accumulation_dtype(w.dtype)) for w in weights
-        )
+        return {name: _no_slots(w, accumulation_dtype(w.dtype)) for name, w in weights.items()}
 
     def reduce(
         self,
@@ -48,11 +62,21 @@ class LocalMovers:
     ) -> None:
         """No replica, nothing to add."""
 
-    def enter_backward(self, handle: MoEHandle) -> None:
+    def note_stage(self, stage: str, *, is_open: bool) -> None:
+        """No step ends here."""
+
+    def enter_experts(self, handle: MoEHandle, detail: str) -> None:
+        """Nothing to note."""
+
+    def enter_backward(self, handle: MoEHandle, detail: str) -> None:
         """Nothing to note."""
 
     def leave_backward(self, handle: MoEHandle) -> None:
         """Nothing to release."""
+
+
+def _no_slots(home: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, *home.shape[1:], dtype=dtype, device=home.device)
 
 
 def count_ids(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -77,6 +101,24 @@ def count_ids(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
             f"token {token}, choice {choice}"
         )
     return torch.bincount(ids_TK.reshape(-1) + 1, minlength=num_experts + 1)[1:]
+
+
+def narrow_ids(expert_ids: Any) -> Any:
+    """The ids as int32; what fits in no int32 becomes an id that :func:`count_ids` refuses.
+
+    Args:
+        expert_ids: ``[T, K]``; what is no integer stays as it is, for `count_ids` to name.
+
+    Example:
+        >>> narrow_ids(torch.tensor([3, -1, 2**32 + 3])).tolist()
+        [3, -1, 2147483647]
+    """
+    is_integer = isinstance(expert_ids, torch.Tensor) and not (
+        expert_ids.is_floating_point() or expert_ids.is_complex() or expert_ids.dtype == torch.bool
+    )
+    if not is_integer:
+        return expert_ids
+    return expert_ids.long().clamp(-2, 2**31 - 1).to(torch.int32)
 
 
 def local_tables(

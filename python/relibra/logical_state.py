@@ -100,7 +100,13 @@ def from_logical(
 def iterate_experts(
     moe: BalancedMoE, layout: ExpertLayout, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """``(expert, {"w13": [2F, D], "w2": [D, F]})`` in expert order; collective when called."""
+    """``(expert, {"w13": [2F, D], "w2": [D, F], ...})`` in expert order; collective when called.
+
+    Args:
+        moe: the layer; every parameter it has is a field, biases included.
+        layout: its layout.
+        group: the EP group.
+    """
     whole = {name: gather_experts(p, layout, group) for name, p in moe.named_parameters()}
     return (
         (expert, {name: tensor[expert] for name, tensor in whole.items()})

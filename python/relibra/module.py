@@ -13,8 +13,12 @@ from torch import nn
 
 from relibra.balanced_moe import MoEHandle, balanced_moe
 from relibra.compiled import CompiledLayer
+from relibra.expert_weights import FIELDS, ExpertWeights, check_weights
+from relibra.layer_options import LayerOptions, check_options
 from relibra.local_use import local_handle
 from relibra.plan import ExpertLayout
+from relibra.stages import dispatch
+from relibra.started_layer import StartedLayer
 from relibra_kernels.checks import check_int, check_tensor
 
 if TYPE_CHECKING:
@@ -22,9 +26,11 @@ if TYPE_CHECKING:
 
     from relibra.attachment import Attachment
 
+_DEFAULTS = LayerOptions()
+
 
 class BalancedMoE(nn.Module):
-    """SwiGLU experts of one layer, sharded by expert over the ranks of an EP group.
+    """Experts of one layer, SwiGLU by default, sharded by expert over the ranks of an EP group.
 
     Args:
         num_experts: E, experts of the layer over all ranks.
@@ -33,17 +39,21 @@ class BalancedMoE(nn.Module):
         layer: decoder layer number; plans and routes find the module by it.
         num_ranks: G, size of the EP group.
         rank: this rank in the EP group.
+        bias: whether the experts have biases ``b13`` and ``b2``.
+        options: activation, storage, and what is kept for the backward.
         device, dtype: of the parameters.
 
     Attributes:
-        w13: ``[H, 2F, D]``, gate rows first, then up rows, H = ceil(E / G) home slots.
-        w2: ``[H, D, F]``.
+        w13: ``[H, 2F, D]``, gate rows first, then up rows, H = ceil(E / G) home slots; other
+            `LayerOptions` store it otherwise.
+        w2: ``[H, D, F]``, likewise.
+        b13, b2: ``[H, 2F]`` in the order of the rows of ``w13``, and ``[H, D]``; None without bias.
         home_slot_expert: int64 ``[H]`` on the CPU, expert of each home slot, -1 for a filler slot.
             It is part of the state dict, so that weights saved under one layout cannot be loaded
             by position under another; it is no buffer, since data parallelism overwrites buffers.
 
     Raises:
-        ValueError: a size is out of range.
+        TypeError, ValueError: a size is out of range, or options that do not exist.
 
     Example:
         >>> moe = BalancedMoE(4, 8, 16, layer=0)
@@ -54,6 +64,10 @@ class BalancedMoE(nn.Module):
     """
 
     home_slot_expert: torch.Tensor
+    w13: nn.Parameter
+    w2: nn.Parameter
+    b13: nn.Parameter | None
+    b2: nn.Parameter | None
 
     def __init__(
         self,
@@ -64,6 +78,8 @@ class BalancedMoE(nn.Module):
         layer: int,
         num_ranks: int = 1,
         rank: int = 0,
+        bias: bool = False,
+        options: LayerOptions = _DEFAULTS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -74,10 +90,23 @@ class BalancedMoE(nn.Module):
         self.layer = check_int("layer", layer, minimum=0)
         self.num_ranks = check_int("num_ranks", num_ranks, minimum=1)
         self.rank = check_int("rank", rank, minimum=0, maximum=num_ranks - 1)
+        check_options(options)
+        if not isinstance(bias, bool):
+            raise TypeError(f"bias: need a bool, got {bias!r:.80}")
+        self.options = options
         home = ExpertLayout.identity(num_experts, num_ranks).home_slot_expert_GH[rank]
-        shape13, shape2 = (2 * expert_size, hidden_size), (hidden_size, expert_size)
-        self.w13 = nn.Parameter(torch.empty(len(home), *shape13, device=device, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(len(home), *shape2, device=device, dtype=dtype))
+        shapes: dict[str, tuple[int, ...]] = {
+            "w13": options.w13_shape(hidden_size, expert_size),
+            "w2": options.w2_shape(hidden_size, expert_size),
+        }
+        if bias:
+            shapes |= {"b13": (options.inner_rows(expert_size),), "b2": (hidden_size,)}
+        for name in FIELDS:
+            shape = shapes.get(name)
+            param = None
+            if shape is not None:
+                param = nn.Parameter(torch.empty(len(home), *shape, device=device, dtype=dtype))
+            self.register_parameter(name, param)
         self.home_slot_expert = torch.tensor(home.tolist(), dtype=torch.int64, device="cpu")
         self._attachment: weakref.ref[Attachment] | None = None
         self._grads_to_main = False  # set when attached, read while a graph is traced
@@ -89,11 +118,20 @@ class BalancedMoE(nn.Module):
         self._layer_id = self._opaque.layer_id  # the only part of it that enters a graph
 
     def reset_parameters(self) -> None:
-        """Normal weights of standard deviation 1/sqrt(fan-in); filler slots are zero."""
+        """Normal weights of standard deviation 1/sqrt(fan-in); biases, filler slots are zero."""
         with torch.no_grad():
             for weight in (self.w13, self.w2):
-                weight.normal_(std=weight.shape[-1] ** -0.5)
+                fan_in = weight.shape[-2 if self.options.transposed else -1]
+                weight.normal_(std=fan_in**-0.5)
                 weight[self.home_slot_expert < 0] = 0
+            for bias in (self.b13, self.b2):
+                if bias is not None:
+                    bias.zero_()
+
+    @property
+    def expert_weights(self) -> ExpertWeights:
+        """The parameters of the home slots."""
+        return ExpertWeights(self.w13, self.w2, self.b13, self.b2)
 
     @classmethod
     def from_dense(
@@ -104,40 +142,52 @@ class BalancedMoE(nn.Module):
         layer: int,
         num_ranks: int = 1,
         rank: int = 0,
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
+        options: LayerOptions = _DEFAULTS,
     ) -> BalancedMoE:
         """This rank's part of a whole layer, experts laid out in order.
 
         Args:
-            w13_E2FD: ``[E, 2F, D]`` weights of all experts, gate rows first; any float dtype.
+            w13_E2FD: ``[E, 2F, D]`` weights of all experts, gate rows first, or as ``options``
+                store them; any float dtype.
             w2_EDF: ``[E, D, F]``, dtype and device of ``w13_E2FD``.
             layer: decoder layer number.
             num_ranks: G.
             rank: this rank.
+            b13: ``[E, 2F]`` biases; both or none.
+            b2: ``[E, D]`` biases.
+            options: activation, storage, and what is kept for the backward.
 
         Raises:
             TypeError, ValueError: weights that do not fit each other, or a number out of range.
         """
+        check_options(options)
         check_tensor("w13_E2FD", w13_E2FD, ndim=3)
-        num_experts, rows13, hidden = w13_E2FD.shape
-        if rows13 % 2:
-            raise ValueError(f"w13_E2FD: need [E, 2F, D], got {list(w13_E2FD.shape)}")
-        shape2, like = (num_experts, hidden, rows13 // 2), w13_E2FD
-        check_tensor("w2_EDF", w2_EDF, dtype=like.dtype, shape=shape2, device=like.device)
-        place: dict[str, Any] = {"device": w13_E2FD.device, "dtype": w13_E2FD.dtype}
+        check_tensor("w2_EDF", w2_EDF, ndim=3)
+        if (b13 is None) != (b2 is None):
+            name = "b13" if b13 is None else "b2"
+            raise ValueError(f"{name}: need both biases or none, got only the other one")
+        hidden = w2_EDF.shape[2 if options.transposed else 1]
+        whole = ExpertWeights(w13_E2FD, w2_EDF, b13, b2)
+        check_weights(whole, w13_E2FD.new_empty(0, hidden), options, slots="E")
         moe = cls(
-            num_experts,
+            len(w13_E2FD),
             hidden,
-            rows13 // 2,
+            options.expert_size(tuple(w13_E2FD.shape[1:])),
             layer=layer,
             num_ranks=num_ranks,
             rank=rank,
-            **place,
+            bias=b13 is not None,
+            options=options,
+            device=w13_E2FD.device,
+            dtype=w13_E2FD.dtype,
         )
         slots = torch.nonzero(moe.home_slot_expert >= 0).squeeze(1)
         experts = moe.home_slot_expert[slots]  # CPU indices serve tensors on any device
         with torch.no_grad():
-            moe.w13[slots] = w13_E2FD[experts]
-            moe.w2[slots] = w2_EDF[experts]
+            for name, tensor in whole.slots().items():
+                moe.get_parameter(name)[slots] = tensor[experts]
         return moe
 
     # Traced, the ids of one micro-batch would become a constant of the graph.
@@ -176,12 +226,39 @@ class BalancedMoE(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._traced(x, scores, expert_ids)
-        check_tensor("x", x)
-        if x.dim() == 0:
-            raise ValueError("x: need [..., D], got a scalar")
-        x_TD = x.reshape(-1, x.shape[-1])
+        x_TD = _as_tokens(x)
         handle = self._handle(expert_ids, x_TD.shape[0])
-        return balanced_moe(x_TD, scores, self.w13, self.w2, handle=handle).view(x.shape)
+        y_TD = balanced_moe(
+            x_TD,
+            scores,
+            self.w13,
+            self.w2,
+            handle=handle,
+            b13=self.b13,
+            b2=self.b2,
+            options=self.options,
+        )
+        return y_TD.view(x.shape)
+
+    def start(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor | None = None
+    ) -> StartedLayer:
+        """`forward` in stages: ``start(...).compute().wait()``; not in a compiled graph.
+
+        What the host computes in between overlaps with the tokens and outputs that travel; see
+        :func:`relibra.dispatch`.
+
+        Args:
+            x: as in `forward`, and so are ``scores`` and ``expert_ids``.
+            scores: ``[T, K]``.
+            expert_ids: ``[T, K]``.
+
+        Raises:
+            ValueError, RuntimeError: as `forward`.
+        """
+        x_TD = _as_tokens(x)
+        handle = self._handle(expert_ids, x_TD.shape[0])
+        return StartedLayer(self, dispatch(x_TD, scores, handle=handle), x.shape)
 
     def _traced(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor | None
@@ -191,9 +268,19 @@ class BalancedMoE(nn.Module):
         if self._grads_to_main and hasattr(self.w13, "grad_added_to_main_grad"):
             mode = "dummy"
         x_TD, keep = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
-        weights = (self.w13, self.w2)
+        saves_x = self.options.save == "redispatch"
         y_TD: torch.Tensor = torch.ops.relibra.moe_forward(
-            x_TD, scores, *weights, expert_ids, self._layer_id, keep, mode
+            x_TD,
+            scores,
+            self.w13,
+            self.w2,
+            expert_ids,
+            self._layer_id,
+            keep,
+            mode,
+            self.b13,
+            self.b2,
+            saves_x,
         )[0]
         return y_TD.view(x.shape)
 
@@ -267,8 +354,19 @@ class BalancedMoE(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes for ``print(model)``."""
-        home, rows13, hidden = self.w13.shape
+        home, *shape = self.w13.shape
+        hidden = self.w2.shape[2 if self.options.transposed else 1]
+        options = "" if self.options == _DEFAULTS else f", options={self.options}"
         return (
             f"layer={self.layer}, num_experts={self.num_experts}, home_slots={home}, "
-            f"hidden_size={hidden}, expert_size={rows13 // 2}, rank={self.rank}/{self.num_ranks}"
+            f"hidden_size={hidden}, expert_size={self.options.expert_size(tuple(shape))}, "
+            f"bias={self.b13 is not None}, rank={self.rank}/{self.num_ranks}{options}"
         )
+
+
+def _as_tokens(x: torch.Tensor) -> torch.Tensor:
+    """``[..., D]`` as ``[T, D]``."""
+    check_tensor("x", x)
+    if x.dim() == 0:
+        raise ValueError("x: need [..., D], got a scalar")
+    return x.reshape(-1, x.shape[-1])

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from relibra_kernels.reference.combine import accumulation_dtype
+from relibra_kernels.slot_layout import SlotLayout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from relibra.balanced_moe import MoEHandle
-    from relibra.rank_tables import LayerTables
+    from relibra.rank_tables import Exchange, LayerTables
     from relibra.runtime import Runtime
     from relibra.use import Use
+    from relibra_kernels.transport.dispatch import Arrival, FlatDispatch
+    from relibra_kernels.transport.two_hop import Relay
 
 
 class ReplicaBuffers:
     """Replica slots that all layers of a runtime share, made when first used.
+
+    Layers whose experts have other fields, shapes or dtypes have a buffer of their own.
 
     Args:
         num_slots: S.
@@ -25,26 +32,43 @@ class ReplicaBuffers:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._buffers: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
 
-    def weights(self, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Slots ``[S, ...]`` for weights of these shapes."""
-        return tuple(self._buffer("weight", w, w.dtype) for w in like)
+    def weights(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Slots ``[S, ...]`` by field, for home weights ``[H, ...]`` of these shapes."""
+        return self._views("weight", like, {name: w.dtype for name, w in like.items()})
 
-    def grads(self, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Gradient slots ``[S, ...]`` for weights of these shapes."""
-        return tuple(self._buffer("grad", w, accumulation_dtype(w.dtype)) for w in like)
+    def grads(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gradient slots ``[S, ...]`` by field, for home weights of these shapes."""
+        dtypes = {name: accumulation_dtype(w.dtype) for name, w in like.items()}
+        return self._views("grad", like, dtypes)
 
-    def _buffer(self, kind: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        key = (kind, tuple(weight.shape[1:]), dtype, weight.device)
+    def _views(
+        self, kind: str, like: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
+        fields = {name: (dtypes[name], tuple(w.shape[1:])) for name, w in like.items()}
+        device = next(iter(like.values())).device
+        key = (kind, device, *fields.items())
         if key not in self._buffers:
-            shape = (self.num_slots, *weight.shape[1:])
-            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=weight.device)
+            layout = SlotLayout.of(fields)
+            self._buffers[key] = layout.views(layout.allocate(self.num_slots, device))
         return self._buffers[key]
 
     def clear(self) -> None:
         """Forgets them."""
         self._buffers.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _NotedArrival:
+    """Rows on their way; a failure of their exchange is noted in the runtime."""
+
+    rows: Arrival
+    runtime: Runtime
+
+    def wait(self) -> torch.Tensor:
+        with self.runtime.noting_failure():
+            return self.rows.wait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,25 +83,52 @@ class GroupMovers:
         self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
     ) -> torch.Tensor:
         """All-to-all of rows."""
+        return self.start_exchange(x, send_splits, recv_splits, what).wait()
+
+    def start_exchange(
+        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+    ) -> Arrival:
+        """`exchange` without waiting."""
         with self.runtime.noting_failure():
-            out: torch.Tensor = self.runtime.dispatcher.exchange(
-                x, send_splits, recv_splits, what=what
+            flat = self.runtime.dispatcher.flat
+            rows = flat.start(x, send_splits, recv_splits, what=what)
+        return _NotedArrival(rows, self.runtime)
+
+    def start_relay(self, x: torch.Tensor, relay: Relay, what: str) -> Arrival:
+        """Rows over two hops."""
+        with self.runtime.noting_failure():
+            rows = self.runtime.dispatcher.two_hop.start(
+                x, relay, what=what, backend=self.runtime.kernels
             )
-            return out
+        return _NotedArrival(rows, self.runtime)
+
+    def hop_exchanges(self, what: str) -> tuple[Exchange, Exchange]:
+        """All-to-all over the rail group, and inside the node."""
+        with self.runtime.noting_failure():
+            two_hop = self.runtime.dispatcher.two_hop
+
+        def over(hop: FlatDispatch) -> Exchange:
+            def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
+                with self.runtime.noting_failure():
+                    return hop.exchange(x, send, recv, what=what)
+
+            return exchange
+
+        return over(two_hop.rail), over(two_hop.node)
 
     def push(
-        self, weights: tuple[torch.Tensor, ...], tables: LayerTables, what: str
-    ) -> tuple[torch.Tensor, ...]:
+        self, weights: Mapping[str, torch.Tensor], tables: LayerTables, what: str
+    ) -> dict[str, torch.Tensor]:
         """Home weights -> replica slots."""
         buffers = self.runtime.buffers.weights(weights)
-        pairs = list(zip(weights, buffers, strict=True))
+        pairs = [(home, buffers[name]) for name, home in weights.items()]
         with self.runtime.noting_failure():
             self.runtime.replicas.push(
                 pairs, tables.push_list, tables.pull_list, what=f"{what}: push"
             )
         return buffers
 
-    def replica_grads(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def replica_grads(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The runtime's gradient slots."""
         return self.runtime.buffers.grads(weights)
 
@@ -95,13 +146,26 @@ class GroupMovers:
                 pairs, tables.push_list, tables.pull_list, what=f"{what}: home-reduce"
             )
 
-    def enter_backward(self, handle: MoEHandle) -> None:
+    def note_stage(self, stage: str, *, is_open: bool) -> None:
+        """Notes a stage handle that must be used before the step ends."""
+        if self.use is not None:
+            self.use.step.note_stage(stage, is_open=is_open)
+
+    def enter_experts(self, handle: MoEHandle, detail: str) -> None:
+        """Notes options and fields: other ones on another rank would mix up its collectives."""
+        self._note("experts", detail)
+
+    def enter_backward(self, handle: MoEHandle, detail: str) -> None:
         """Tells recomputed layers of this backward which use they belong to."""
         if self.use is not None:
             self.use.step.require_open(handle.what)
             self.use.step.attachment.enter_task(self.use)
+        self._note("backward", detail)
+
+    def _note(self, stage: str, detail: str) -> None:
+        if self.use is not None:
             layer = self.use.step.attachment.moe_layers[self.index or 0]
-            self.use.step.note("backward", self.use, layer)
+            self.use.step.note(stage, self.use, layer, detail)
 
     def leave_backward(self, handle: MoEHandle) -> None:
         """The tables of this use of this layer are not needed again."""

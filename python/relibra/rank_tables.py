@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from relibra.places import by_choice, compact, numbered
 from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
-from relibra_kernels.tables import SlotQuota, m_tiles, slot_bases
+from relibra_kernels.tables import SlotQuota, count_padded_rows, m_tiles
 
 if TYPE_CHECKING:
+    from relibra.hop_splits import HopRanks
+    from relibra.hop_tables import HopPaths, HopTables
     from relibra.plan import ExpertLayout
 
 Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
@@ -126,6 +129,8 @@ class SourceRoute:
         slot_rows_n: int32 ``[n]``, rows of each slot of this rank.
         send_rows_G, recv_rows_G: rows (not tokens) to and from each rank.
         push_list, pull_list: see :func:`copy_lists`.
+        relay_rows_NP: rows that pass this rank in a two-hop dispatch, None without one; see
+            `relibra.hop_splits`.
     """
 
     quota: SlotQuota
@@ -134,6 +139,7 @@ class SourceRoute:
     recv_rows_G: list[int]
     push_list: torch.Tensor
     pull_list: torch.Tensor
+    relay_rows_NP: np.ndarray | None = None
 
     @classmethod
     def build(
@@ -143,6 +149,7 @@ class SourceRoute:
         quota_GS: np.ndarray,
         rank: int,
         block_rows: int,
+        hops: HopRanks | None = None,
     ) -> SourceRoute:
         """Derive one rank's view from quotas that every rank holds.
 
@@ -152,6 +159,7 @@ class SourceRoute:
             quota_GS: int32 ``[G, G*(H+S)]``, rows of each source rank in each slot.
             rank: this rank.
             block_rows: rows of a GEMM tile.
+            hops: place in a two-hop dispatch, None without one.
         """
         num_ranks, num_home = layout.home_slot_expert_GH.shape
         slot_expert = np.concatenate([layout.home_slot_expert_GH, replica_slot_expert_GS], 1)
@@ -175,11 +183,18 @@ class SourceRoute:
             recv_rows_G=by_rank_GG[:, rank].tolist(),
             push_list=push_list,
             pull_list=pull_list,
+            relay_rows_NP=None if hops is None else hops.through_here(by_rank_GG),
         )
 
     @classmethod
     def live(
-        cls, counts_GE: np.ndarray, layout: ExpertLayout, num_replica: int, rank: int, block: int
+        cls,
+        counts_GE: np.ndarray,
+        layout: ExpertLayout,
+        num_replica: int,
+        rank: int,
+        block: int,
+        hops: HopRanks | None = None,
     ) -> SourceRoute:
         """Every row to the home of its expert: for routing that no plan knows.
 
@@ -189,6 +204,7 @@ class SourceRoute:
             num_replica: S, replica slots a rank (they stay empty).
             rank: this rank.
             block: rows of a GEMM tile.
+            hops: place in a two-hop dispatch, None without one.
         """
         home_GH = layout.home_slot_expert_GH
         num_ranks, num_home = home_GH.shape
@@ -196,7 +212,7 @@ class SourceRoute:
         held = home_GH >= 0
         quota[:, :, :num_home][:, held] = counts_GE[:, home_GH[held]]
         empty = np.full((num_ranks, num_replica), -1, np.int32)
-        return cls.build(layout, empty, quota.reshape(num_ranks, -1), rank, block)
+        return cls.build(layout, empty, quota.reshape(num_ranks, -1), rank, block, hops)
 
     def count_sends(
         self, ids_TK: torch.Tensor, num_ranks: int, backend: str = "auto"
@@ -213,14 +229,18 @@ class SourceRoute:
 class LayerTables:
     """Index tables of one use of one layer on one rank; a token is sent once per rank.
 
+    In a two-hop dispatch it is sent once per node (`relibra.hop_tables`): then V and the tables
+    over it are those of the first hop, and received tokens lie by relay rank.
+
     Attributes:
         num_tokens: T, tokens of this rank.
+        num_home: H, home slots that the tiles were made for.
         ids_TK: int32 ``[T, K]``, the expert ids that are executed; -1 takes no part.
         send_token_V: int32 ``[V]``, token of each sent row, by destination rank, then token.
         send_rows_VK: int32 ``[V, K]``, row at the destination of each choice, -1 elsewhere.
         token_to_return_TJ: int32 ``[T, min(K, G)]``, sent rows of a token by ascending rank.
         choice_to_return_TK: int32 ``[T, K]``, place of a choice among the returned rows.
-        send_splits, recv_splits: tokens to and from each rank.
+        send_splits, recv_splits: distinct tokens to and from each rank.
         send_rows_G, recv_rows_G: rows to and from each rank.
         token_choice_to_row_UK: int32 ``[U, K]``, row of each choice of a received token.
         return_row_N: int32, received choices in (token, choice) order -> row.
@@ -229,9 +249,11 @@ class LayerTables:
         slot_rows_n: int32 ``[n]``.
         mtile_B4: int32 ``[B, 4]``, tiles of the grouped GEMM.
         push_list, pull_list: see :func:`copy_lists`.
+        hops: of a two-hop dispatch, None where tokens travel directly.
     """
 
     num_tokens: int
+    num_home: int
     ids_TK: torch.Tensor
     send_token_V: torch.Tensor
     send_rows_VK: torch.Tensor
@@ -249,6 +271,7 @@ class LayerTables:
     mtile_B4: torch.Tensor
     push_list: torch.Tensor
     pull_list: torch.Tensor
+    hops: HopPaths | None = None
 
     @property
     def num_rows(self) -> int:
@@ -268,6 +291,7 @@ class LayerTables:
         block_rows: int,
         device: torch.device | None = None,
         backend: str = "auto",
+        hops: HopTables | None = None,
     ) -> LayerTables:
         """Build the tables; the rows of the sent tokens travel to their destinations here.
 
@@ -281,60 +305,44 @@ class LayerTables:
             block_rows: rows of a GEMM tile.
             device: of the index tables, where the tokens are; None takes that of the ids.
             backend: who builds them, see `relibra_kernels.ops`.
+            hops: of a two-hop dispatch, whose rows travelled already; None for a flat one.
         """
         send, receive = list(send_splits), list(recv_splits)
         place = ids_TK.device if device is None else device
         ids_TK = ids_TK.to(place, non_blocking=True)
-        quota = [x.to(place, non_blocking=True) for x in source.quota.tensors()]
-        _, send_token, send_rows, token_to_return = torch.ops.relibra.build_route(
-            ids_TK, *quota, source.slot_rows_n.numel(), len(send), sum(send), backend
-        )
-        token_choice_to_row = exchange(send_rows, send, receive)
-        num_rows = int(slot_bases(source.slot_rows_n, block_rows)[-1])
+        if hops is None:
+            quota = [x.to(place, non_blocking=True) for x in source.quota.tensors()]
+            _, send_token, send_rows, token_to_return = torch.ops.relibra.build_route(
+                ids_TK, *quota, source.slot_rows_n.numel(), len(send), sum(send), backend
+            )
+            token_choice_to_row = exchange(send_rows, send, receive)
+        else:
+            send_token, send_rows = hops.send_token_A, hops.send_rows_AK
+            token_to_return = hops.token_to_return_TJ
+            token_choice_to_row = hops.token_choice_to_row_UK
+        num_rows = count_padded_rows(source.slot_rows_n, block_rows)
         row_to_token, row_to_choice = torch.ops.relibra.build_rows(
             token_choice_to_row, num_rows, backend
         )
         return cls(
             num_tokens=ids_TK.shape[0],
+            num_home=num_home,
             ids_TK=ids_TK,
             send_token_V=send_token,
             send_rows_VK=send_rows,
             token_to_return_TJ=token_to_return,
-            choice_to_return_TK=_choice_to_return(send_token, send_rows, ids_TK.shape[0]),
+            choice_to_return_TK=by_choice(numbered(send_rows >= 0), send_token, ids_TK.shape[0]),
             send_splits=send,
             recv_splits=receive,
             send_rows_G=source.send_rows_G,
             recv_rows_G=source.recv_rows_G,
             token_choice_to_row_UK=token_choice_to_row,
-            return_row_N=_compact(token_choice_to_row, sum(source.recv_rows_G)),
+            return_row_N=compact(token_choice_to_row, sum(source.recv_rows_G)),
             row_to_token_R=row_to_token,
             row_to_choice_R=row_to_choice,
             slot_rows_n=source.slot_rows_n,
             mtile_B4=m_tiles(source.slot_rows_n, num_home, block_rows).to(place, non_blocking=True),
             push_list=source.push_list,
             pull_list=source.pull_list,
+            hops=None if hops is None else hops.paths,
         )
-
-
-def _compact(table: torch.Tensor, count: int) -> torch.Tensor:
-    """Entries of ``table`` that are not -1, in order; ``count`` of them, known on the host."""
-    flat = table.reshape(-1)
-    place = torch.where(flat >= 0, torch.cumsum(flat >= 0, 0) - 1, count)
-    out = torch.empty(count + 1, dtype=table.dtype, device=table.device)
-    return out.scatter_(0, place, flat)[:count].contiguous()
-
-
-def _choice_to_return(
-    send_token_V: torch.Tensor, send_rows_VK: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
-    """Place of each choice among rows that come back in (sent token, choice) order, -1 = none."""
-    num_choices = send_rows_VK.shape[1]
-    sent = (send_rows_VK >= 0).reshape(-1)
-    place = (torch.cumsum(sent, 0) - 1).to(torch.int32)
-    choice = send_token_V.long()[:, None] * num_choices + torch.arange(
-        num_choices, device=send_token_V.device
-    )
-    size = num_tokens * num_choices
-    out = torch.full((size + 1,), -1, dtype=torch.int32, device=send_token_V.device)
-    out.scatter_(0, torch.where(sent, choice.reshape(-1), size), place)
-    return out[:size].reshape(num_tokens, num_choices).contiguous()

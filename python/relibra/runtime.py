@@ -16,16 +16,18 @@ from relibra import logical_state
 from relibra.agreement import agree, gather_tensor, own_group, stack_loads, wire_device
 from relibra.attachment import Attachment
 from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
+from relibra.dispatcher import Dispatcher, hop_ranks
 from relibra.movers import ReplicaBuffers
 from relibra.planner.problem import make_problem
+from relibra.runtime_warmup import RuntimeWarmup
 from relibra.sharded_planning import plan_sharded
 from relibra.step import TrainingStep
+from relibra.table_ring import TableMemory
 from relibra.topology import Topology
 from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError, ReplicaSyncError
 from relibra_kernels.ops.backend import BACKENDS
 from relibra_kernels.ops.gemm_launch import default_block_rows
-from relibra_kernels.transport.dispatch import FlatDispatch
 from relibra_kernels.transport.group import Ranks
 from relibra_kernels.transport.replica import DistReplica
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 TRANSPORTS = ("auto", "dist")
 
 
-class Runtime:
+class Runtime(RuntimeWarmup):
     """Balanced training on one EP group.
 
     Args:
@@ -64,12 +66,14 @@ class Runtime:
         kernels: ``"auto"`` runs Triton kernels on CUDA and the references on the CPU,
             ``"reference"`` runs torch everywhere, ``"triton"`` on the CPU needs Triton's
             interpreter: for tests, it is slow.
+        dispatch: ``"flat"`` sends a token once to every rank that computes a row of it,
+            ``"two_hop"`` once to every node, see `relibra.hop_tables`; nodes of one size.
         timeout_s: seconds that a rank waits for its peers; None keeps the time-out of ``group``.
             With a number the runtime makes a group of its own over the same ranks (collective).
 
     Raises:
         TypeError, ValueError: an unknown mode, a number out of range, or a topology of another
-            size than the group.
+            size than the group, or (PlanError) with nodes of different sizes for ``"two_hop"``.
         ReplicaSyncError: with ``timeout_s``: a rank did not take part in time.
 
     Example:
@@ -89,6 +93,7 @@ class Runtime:
         grad_mode: str = "returned",
         block_rows: int | None = None,
         kernels: str = "auto",
+        dispatch: str = "flat",
         timeout_s: float | None = None,
     ) -> None:
         check_choice("transport", transport, TRANSPORTS)
@@ -110,16 +115,17 @@ class Runtime:
             raise ValueError(
                 f"topology: need {self.num_ranks} ranks as in the group, got {self.topology}"
             )
-        self.group, self.timeout_s = group, timeout_s
+        hops = hop_ranks(dispatch, self.topology, self.rank)
+        self.group, self.timeout_s, self.dispatch = group, timeout_s, dispatch
         self._owns_group = group is not None and timeout_s is not None
         if group is not None and timeout_s is not None:
             self.group = own_group(group, timeout_s)
         self.checks_order = self.group is not None and dist.get_backend(self.group) == "gloo"
-        self.dispatcher = FlatDispatch(self.group)
+        self.dispatcher = Dispatcher(self.group, hops, timeout_s)
         self.replicas = DistReplica(self.group)
         self.failure: Exception | None = None
         self.attachments: dict[str, Attachment] = {}
-        self.buffers = ReplicaBuffers(self.replica_slots)
+        self.buffers, self.table_memory = ReplicaBuffers(self.replica_slots), TableMemory()
         self._closed = False
 
     # -- models ------------------------------------------------------------------------------
@@ -146,9 +152,9 @@ class Runtime:
             raise ValueError(f"name: {name!r} is attached already; need a new name")
         attachment = Attachment(self, model, optimizer, name)
         for moe in attachment.layers.values():
-            weights = (moe.w13.data, moe.w2.data)
-            self.buffers.weights(weights)
-            self.buffers.grads(weights)
+            slots = moe.expert_weights.slots()
+            self.buffers.weights(slots)
+            self.buffers.grads(slots)
         self.attachments[name] = attachment
 
     def detach(self, name: str) -> None:
@@ -380,8 +386,10 @@ class Runtime:
             attachment.release()
         self.attachments.clear()
         self.buffers.clear()
-        if self._owns_group and self.failure is None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        self.table_memory.clear()
+        if self.failure is None and dist.is_initialized():
+            for group in (*self.dispatcher.groups(), *([self.group] * self._owns_group)):
+                dist.destroy_process_group(group)
 
     def __enter__(self) -> Runtime:
         """The runtime itself; closed at the end of the block."""

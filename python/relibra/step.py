@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from relibra.live_routes import LIVE_MODES, live_tables
-from relibra.local_use import count_ids
-from relibra.rank_tables import LayerTables, SourceRoute
+from relibra.hop_splits import Splits, count_tokens, cross_node_tokens
+from relibra.live_routes import LIVE_MODES
+from relibra.rank_tables import SourceRoute
 from relibra.route_checks import Routes, check_against_plan, checked_routes
+from relibra.step_tables import StepTables
 from relibra.use import Use, check_same_ids
 from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from relibra.balanced_moe import MoEHandle
     from relibra.dispatch_rows import DispatchRows
     from relibra.plan import StepPlan
+    from relibra.rank_tables import LayerTables
 
 
 class TrainingStep:
@@ -39,6 +41,10 @@ class TrainingStep:
     Entering agrees with all ranks on plan, counts and micro-batches, moves experts if the plan's
     layout is new, and exchanges the token counts of every micro-batch. Leaving it checks that all
     ranks got as far; only then may the optimizer run.
+
+    Attributes:
+        cross_node_tokens: with ``dispatch="two_hop"``, tokens that cross between nodes in one
+            dispatch of every replayed use, over all ranks: flat, and over two hops.
     """
 
     def __init__(
@@ -57,10 +63,12 @@ class TrainingStep:
         self._given_routes = routes
         self.routes: dict[str, list[DispatchRows]] = {}
         self.num_uses, self.moved_experts, self.moved_bytes = 0, 0, 0
+        self.cross_node_tokens = (0, 0)
         self._order = 0  # CRC-32 over the executed stages, in order
+        self._open_stages: list[str] = []  # handles of `relibra.stages` that wait for their use
         self._sources: dict[tuple[str, int, int], SourceRoute] = {}
-        self._splits: dict[tuple[str, int, int], tuple[list[int], list[int]]] = {}
-        self._tables: dict[tuple[str, int, int], LayerTables] = {}
+        self._splits: dict[tuple[str, int, int], Splits] = {}
+        self._tables = StepTables(self)
         self._open = False
 
     # -- entering and leaving ----------------------------------------------------------------
@@ -105,6 +113,8 @@ class TrainingStep:
         self._tables.clear()
         self._sources.clear()
         self.attachment.forget_tasks()
+        unfinished = RuntimeError(self._open_stages[0]) if self._open_stages else None
+        self._open_stages.clear()
         if error is not None:
             return
         self.runtime.agree(
@@ -113,7 +123,7 @@ class TrainingStep:
                 "order of executed passes, micro-batches and layers (CRC-32)": self._order,
             },
             what=f"end of optimizer step {self.optimizer_step}",
-            fault=self.runtime.failure or self._device_fault(),
+            fault=self.runtime.failure or unfinished or self._device_fault(),
         )
 
     def _device_fault(self) -> Exception | None:
@@ -167,7 +177,7 @@ class TrainingStep:
             yield use
         if not backward_follows:
             for index in range(len(self.plan.layouts)):
-                self._tables.pop((pass_, micro_batch, index), None)
+                self._tables.release((pass_, micro_batch, index))
 
     def handle(self, layer: int, expert_ids: torch.Tensor | None = None) -> MoEHandle:
         """Handle of a layer in the current use, for :func:`relibra.balanced_moe`.
@@ -200,7 +210,7 @@ class TrainingStep:
         if planned is None or use.mode != "exact":
             raise ValueError(f"route: need a use whose rows are all replayed, got {use}")
         check_same_ids(expert_ids_TK, planned, f"{use}, layer {layer}")
-        quota = self._source_of(use.pass_, use.micro_batch, index).quota
+        quota = self.source_of(use.pass_, use.micro_batch, index).quota
         slots: torch.Tensor = torch.ops.relibra.route_to_slots(
             planned, quota.expert_first, quota.slot_id, quota.slot_quota
         )
@@ -222,55 +232,10 @@ class TrainingStep:
         return torch.from_numpy(np.ascontiguousarray(rows.layer_ids(index)))
 
     def tables(self, use: Use, index: int, ids_TK: torch.Tensor) -> LayerTables:
-        """Tables of one use of one layer; the first call exchanges the rows (collective).
+        """Tables of one use of one layer, see `relibra.step_tables`; may be collective."""
+        return self._tables.get(use, index, ids_TK)
 
-        Raises:
-            ValueError: a recomputed layer comes with other ids than its forward.
-        """
-        key, layer = (use.pass_, use.micro_batch, index), self.attachment.moe_layers[index]
-        if key not in self._tables:
-            build = self._exact_tables if use.mode == "exact" else self._live_tables
-            self._tables[key] = build(use, index, ids_TK, f"{use}, layer {layer}")
-        elif use.mode != "exact":
-            check_same_ids(ids_TK, self._tables[key].ids_TK, f"{use}, layer {layer} (recomputed)")
-        return self._tables[key]
-
-    def _exact_tables(self, use: Use, index: int, ids_TK: torch.Tensor, what: str) -> LayerTables:
-        movers = self.attachment.movers(use, index)
-        send, recv = self._splits[use.pass_, use.micro_batch, index]
-
-        def exchange(x: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
-            return movers.exchange(x, send, recv, f"{what}: rows")
-
-        return LayerTables.build(
-            ids_TK,
-            self._source_of(use.pass_, use.micro_batch, index),
-            send,
-            recv,
-            exchange,
-            num_home=self.attachment.num_home,
-            block_rows=self.runtime.block_rows,
-            device=self.attachment.layer_of(self.attachment.moe_layers[index]).w13.device,
-            backend=self.runtime.kernels,
-        )
-
-    def _live_tables(self, use: Use, index: int, ids_TK: torch.Tensor, what: str) -> LayerTables:
-        layout = self.plan.layouts[index]
-        planned = None
-        if use.mode == "fraction":
-            planned = self.plan.replica_plan(use.pass_, use.micro_batch, index)
-        return live_tables(
-            self.runtime,
-            self.attachment.movers(use, index),
-            use.mode,
-            ids_TK,
-            layout,
-            count_ids(ids_TK, layout.num_experts),
-            what,
-            planned,
-        )
-
-    def note(self, stage: str, use: Use, layer: int) -> None:
+    def note(self, stage: str, use: Use, layer: int, detail: str = "") -> None:
         """A layer begins a stage; all ranks must do the same in the same order.
 
         Over gloo this is checked at once (collective), since gloo ends the process when the sizes
@@ -279,20 +244,36 @@ class TrainingStep:
         Raises:
             PlanError: another rank is somewhere else; on every rank.
         """
-        self.num_uses += 1
-        self._order = zlib.crc32(f"{stage} {use.key} {layer}".encode(), self._order)
+        self.num_uses += stage != "experts"
+        index = self.attachment.layer_index(layer)
+        exchanges = self._tables.to_build(use, index) if stage == "forward" else []
+        done = f"{stage} {use.key} {layer} {exchanges} {detail}"
+        self._order = zlib.crc32(done.encode(), self._order)
         if self.runtime.checks_order:
             what = f"{use}, layer {layer}, {stage}"
             orders = self.runtime.gather(torch.tensor([self._order]), f"{what}: order of uses")
             if len({int(order) for order in orders}) > 1:
                 raise PlanError(
-                    f"{what}: need the same order of passes, micro-batches and layers on all "
-                    f"ranks; this rank is at use {self.num_uses} of the step, others elsewhere"
+                    f"{what}: need the same order of passes, micro-batches and layers, with the "
+                    "same options, biases and wanted gradients, on all ranks; this rank is at use "
+                    f"{self.num_uses} of the step, others elsewhere"
                 )
+
+    def note_stage(self, stage: str, *, is_open: bool) -> None:
+        """A handle of `relibra.stages` was made, or used.
+
+        Args:
+            stage: what a handle that is left over is called.
+            is_open: made.
+        """
+        if is_open:
+            self._open_stages.append(stage)
+        elif stage in self._open_stages:  # it is not after a step that was left by an error
+            self._open_stages.remove(stage)
 
     def release(self, use: Use, index: int) -> None:
         """The backward of a use of a layer is done: its tables are not needed again."""
-        self._tables.pop((use.pass_, use.micro_batch, index), None)
+        self._tables.release((use.pass_, use.micro_batch, index))
 
     # -- set-up ------------------------------------------------------------------------------
 
@@ -306,7 +287,8 @@ class TrainingStep:
         steps = self.plan.loads[pass_].optimizer_step_M
         return np.flatnonzero(steps == self.optimizer_step).tolist()
 
-    def _source_of(self, pass_: str, micro_batch: int, index: int) -> SourceRoute:
+    def source_of(self, pass_: str, micro_batch: int, index: int) -> SourceRoute:
+        """Host integers of a use of a layer, made once."""
         key = (pass_, micro_batch, index)
         if key not in self._sources:
             replica = self.plan.replica_plan(pass_, micro_batch, index)
@@ -316,8 +298,13 @@ class TrainingStep:
                 self.plan.source_quota(pass_, micro_batch, index),
                 self.runtime.rank,
                 self.runtime.block_rows,
+                self.runtime.dispatcher.ranks,
             )
         return self._sources[key]
+
+    def splits_of(self, key: tuple[str, int, int]) -> Splits:
+        """Tokens that a use of a layer sends and receives."""
+        return self._splits[key]
 
     def _facts(self) -> dict[str, int]:
         return {
@@ -367,19 +354,22 @@ class TrainingStep:
             for m in self._micro_batches(name)
             for index in range(len(self.plan.layouts))
         ]
-        sends = torch.zeros(len(keys), runtime.num_ranks + 1, dtype=torch.int32)
+        hops = runtime.dispatcher.ranks
+        width = runtime.num_ranks + (0 if hops is None else len(hops.grid_NP))
+        sends = torch.zeros(len(keys), width + 1, dtype=torch.int32)
         for place, (name, m, index) in enumerate(keys):
             rows = self.routes[name][m]
             ids = torch.from_numpy(np.ascontiguousarray(rows.layer_ids(index)))
-            source = self._source_of(name, m, index)
-            sends[place, :-1] = source.count_sends(ids, runtime.num_ranks).to(torch.int32)
+            source = self.source_of(name, m, index)
+            sends[place, :-1] = count_tokens(source, ids, runtime.num_ranks, hops)
             sends[place, -1] = rows.has_unknown
         gathered = runtime.gather(sends, "exchange of token counts")
         all_sends = torch.stack(gathered, 1).numpy()  # [uses, source, destination and flag]
+        if hops is not None:
+            self.cross_node_tokens = cross_node_tokens(all_sends[:, :, :-1], runtime.topology)
         for place, key in enumerate(keys):
-            self._splits[key] = (
-                all_sends[place, runtime.rank, :-1].tolist(),
-                all_sends[place, :, runtime.rank].tolist(),
-            )
+            source = self.source_of(*key)
+            self._splits[key] = Splits.of(all_sends[place, :, :-1], runtime.rank, source, hops)
             if all_sends[place, :, -1].any():
                 self._live.add(key[:2])
+        self._tables.reserve(keys)

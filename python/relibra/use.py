@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from relibra.balanced_moe import MoEHandle
+from relibra.local_use import narrow_ids
+from relibra_kernels.checks import check_tensor
 from relibra_kernels.ops.backend import checks_values, note_other_ids
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ class Use:
                 f"expert_ids: need the ids of all rows of {what}, since some follow the live "
                 "router (replayed_ids() is -1 there), got None"
             )
-        return expert_ids.to(torch.int32)
+        narrow: torch.Tensor = narrow_ids(expert_ids)
+        return narrow
 
 
 def check_same_ids(
@@ -115,6 +118,7 @@ def check_same_ids(
         ValueError: another shape or id; names the first place. Ids on CUDA are compared there, and
             an error comes at the end of the step.
     """
+    check_tensor("expert_ids", expert_ids)
     if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
         raise TypeError(f"expert_ids: need an integer dtype for {what}, got {expert_ids.dtype}")
     if expert_ids.shape != planned.shape:
@@ -122,7 +126,7 @@ def check_same_ids(
             f"expert_ids: need {list(planned.shape)} for {what}, got {list(expert_ids.shape)}"
         )
     planned = planned.to(expert_ids.device, non_blocking=True)
-    different = expert_ids.to(planned.dtype) != planned
+    different = narrow_ids(expert_ids) != planned
     if only_known:
         different &= planned >= 0
     if not checks_values(expert_ids):

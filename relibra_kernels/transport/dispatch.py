@@ -35,6 +35,14 @@ class DispatchTransport(Protocol):
         ...
 
 
+class Arrival(Protocol):
+    """Rows on their way to this rank."""
+
+    def wait(self) -> torch.Tensor:
+        """The rows; a second call gives them again."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class PendingRows:
     """An exchange in flight. Keep ``sent`` alive and unchanged until ``wait`` returned.

@@ -76,5 +76,5 @@ def check_list(name: str, entries: torch.Tensor) -> list[list[int]]:
         ValueError: not ``[p, 3]``.
     """
     check_tensor(name, entries, dtype=(torch.int32, torch.int64), shape=(None, 3))
-    values: list[list[int]] = entries.tolist()
+    values: list[list[int]] = entries.numpy().tolist()  # host data, never a device sync
     return values

@@ -112,7 +112,8 @@ class DistReplica:
         """Adds replica gradients to home gradients in ascending (rank, replica slot) order.
 
         Args:
-            fields: (replica ``[S, ...]``, home ``[H, ...]``) pairs; home is fp32 or fp64.
+            fields: (replica ``[S, ...]``, home ``[H, ...]``) pairs; home is fp32 or fp64, a tensor
+                or a sequence of H tensors with the ``shape`` of one.
             push_list: as for `push`: the replicas of this rank's experts.
             pull_list: as for `push`: the homes of this rank's replicas.
             what: names the use in errors.
@@ -123,7 +124,8 @@ class DistReplica:
         """
         pushes, pulls = self._lists(push_list, pull_list)
         for replica, home in fields:
-            check_tensor("home_grad", home, dtype=(torch.float32, torch.float64))
+            first = home[0] if len(home) else home
+            check_tensor("home_grad", first, dtype=(torch.float32, torch.float64))
             check_tensor("replica_grad", replica, shape=(None, *home.shape[1:]))
             self._check_slots(pushes, pulls, home, replica)
         messages: list[dist.P2POp] = []
@@ -160,8 +162,8 @@ class DistReplica:
         home: torch.Tensor,
         replica: torch.Tensor,
     ) -> None:
-        """Refuses entries outside the buffers, and replica buffers that cannot be sent in place."""
-        check_tensor("replica", replica, contiguous=True)
+        """Refuses entries outside the buffers, and replica slots that cannot be sent in place."""
+        check_tensor("replica", replica[0] if len(replica) else replica, contiguous=True)
         limit = (len(home), self.ranks.size, len(replica))
         for name, entries, limits in (
             ("push_list", pushes, limit),

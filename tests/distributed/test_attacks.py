@@ -71,8 +71,8 @@ def run_options(rank, num_ranks, options, live):
     ("options", "fact"),
     [
         ({"block_rows": (16, 32)}, "block_rows"),
-        ({"combine": ("reduced", "exact")}, "combine and grad_mode"),
-        ({"grad_mode": ("returned", "main_grad")}, "combine and grad_mode"),
+        ({"combine": ("reduced", "exact")}, "combine, grad_mode and dispatch"),
+        ({"grad_mode": ("returned", "main_grad")}, "combine, grad_mode and dispatch"),
         ({"replica_slots": (1, 2)}, "replica slots"),
     ],
     ids=["block-rows", "combine", "grad-mode", "replica-slots"],
@@ -209,3 +209,93 @@ def test_moments_inside_containers_are_refused():
     optimizer.state[moe.w13]["history"] = [{"first": torch.zeros(4, 3)}]
     with pytest.raises(ValueError, match="state 'history' of layer 3 w13: need tensors directly"):
         migrate_module.expert_fields(moe, optimizer)
+
+
+class Wants:
+    """What rank 0 wants otherwise than the others, in one step of one layer."""
+
+    @staticmethod
+    def frozen_weight(moe, x):
+        moe.w13.requires_grad_(False)
+
+    @staticmethod
+    def all_frozen(moe, x):
+        moe.requires_grad_(False)
+
+    @staticmethod
+    def no_input_gradient(moe, x):
+        x.requires_grad_(False)
+
+    @staticmethod
+    def options(moe, x):
+        moe.options = relibra.LayerOptions(save="redispatch")
+
+    @staticmethod
+    def bias(moe, x):
+        moe.b2 = torch.nn.Parameter(torch.zeros(moe.w13.shape[0], x.shape[1]))
+
+
+def run_wants(rank, num_ranks):
+    messages = {}
+    for name in ("frozen_weight", "all_frozen", "no_input_gradient", "options", "bias"):
+        runtime, model = set_up(rank)
+        x, scores, dy = WORLD.batch(rank, 0)
+        x.requires_grad_()
+        step = runtime.step(WORLD.random_plan(), {"train": WORLD.routes(rank)})
+
+        def train(rank, name=name, step=step, model=model, batch=(x, scores, dy)):
+            x, scores, dy = batch
+            with step, step.forward(micro_batch=0):
+                if rank == 0:  # after the ranks agreed on what there is
+                    getattr(Wants, name)(model.layers[0], x)
+                model(x, scores).backward(dy)
+
+        messages[name] = outcome(rank, train)
+        runtime.close()
+    return messages
+
+
+def test_ranks_that_want_other_gradients_or_have_other_options_in_the_middle_of_a_step():
+    for messages in run_ranks(2, run_wants):
+        for name, message in messages.items():
+            assert message.startswith("PlanError"), f"{name}: {message}"
+            assert "same options, biases and wanted gradients" in message, name
+
+
+def run_wrong_ids(rank, num_ranks):
+    """Rank 0 has ids that are none, outside a step and in a live pass of one."""
+    world = WORLD
+    good = torch.from_numpy(world.ids(rank, 0)).long()
+    messages = {}
+    for name, bad in (
+        ("above", good.clone().fill_(world.num_experts)),
+        ("wraps", good + 2**32),  # a good id in 32 bits
+        ("float", good.float()),
+    ):
+        runtime, model = set_up(rank)
+        x, scores, _ = world.batch(rank, 0)
+        ids = good if rank else bad
+
+        def live(rank, model=model, batch=(x, scores, ids)):
+            model(*batch)
+
+        def in_step(rank, model=model, runtime=runtime, batch=(x, scores, ids)):
+            step = runtime.step(
+                world.random_plan(), {"train": world.routes(rank)}, live_passes={"ref": "online"}
+            )
+            with step, step.forward(micro_batch=0, pass_="ref"):
+                model(*batch)
+
+        messages |= {name: outcome(rank, live), f"{name} in a step": outcome(rank, in_step)}
+        runtime.close()
+    return messages
+
+
+def test_wrong_live_ids_of_one_rank_are_told_to_all():
+    at_fault, other = run_ranks(2, run_wrong_ids)
+    for name, message in at_fault.items():
+        assert message.startswith("TypeError" if "float" in name else "ValueError"), message
+        assert "expert_ids: need" in message, name
+    for name, message in other.items():
+        assert message.startswith("PlanError"), f"{name}: {message}"
+        assert "expert_ids: refused by rank(s) [0]" in message, name

@@ -51,7 +51,7 @@ def test_opcheck():
     torch.library.opcheck(ops.moe_forward, full, test_utils=tests)
     ticket = ops.moe_forward(*fixed, moe._layer_id, True, "returned")[1]
     dy, (w13, w2) = torch.randn(fixed[0].shape), fixed[2:4]
-    for needs in ([True] * 4, [True, False, False, True], [False] * 4):
+    for needs in ([True] * 6, [True, False, False, True, False, True], [False] * 6):
         rest = ticket, 2, torch.float32, needs, "returned"
         torch.library.opcheck(ops.moe_backward, (dy, w13, w2, *rest))
 
@@ -66,7 +66,7 @@ def test_a_stale_id_names_the_module():
     with pytest.raises(RuntimeError, match="layer_id: need the id of a live BalancedMoE"):
         ops.moe_forward(*given, stale, *tail)
     with pytest.raises(RuntimeError, match="ticket: need the id of a live BalancedMoE"):
-        ops.moe_backward(given[0], *given[2:4], ticket, 2, torch.float32, [True] * 4, "returned")
+        ops.moe_backward(given[0], *given[2:4], ticket, 2, torch.float32, [True] * 6, "returned")
     with pytest.raises(TypeError, match="layer_id: need"):
         ops.moe_forward(*given, stale.int(), *tail)
     with pytest.raises(ValueError, match="weight_grads: need one of"):
@@ -81,9 +81,9 @@ def test_main_grad_is_that_of_the_parameters_whatever_weights_a_graph_passes():
         param.main_grad = torch.zeros_like(param)
     weights = moe.w13.detach(), moe.w2.detach()
     ticket = ops.moe_forward(x, scores, *weights, ids, moe._layer_id, True, "main_grad")[1]
-    rest = ticket, 2, torch.float32, [True] * 4, "main_grad"
+    rest = ticket, 2, torch.float32, [True] * 6, "main_grad"
     grads = ops.moe_backward(torch.randn(x.shape), *weights, *rest)
-    assert [g.numel() for g in grads] == [x.numel(), scores.numel(), 0, 0]
+    assert [g.numel() for g in grads] == [x.numel(), scores.numel(), 0, 0, 0, 0]
     assert all(param.main_grad.any() for param in moe.parameters())
 
 

@@ -143,7 +143,7 @@ ONE, OTHER = torch.ones(2, 3), torch.ones(1, 3)
         ("push", (ONE, torch.ones(1, 4)), [], [], ValueError, r"replica: need shape \[any, 3\]"),
         (
             "push",
-            (ONE, torch.ones(3, 2).t()),
+            (torch.ones(1, 2, 3), torch.ones(2, 3, 2).mT),
             [],
             [],
             ValueError,
