@@ -70,7 +70,7 @@ def run_cases(
     parser.add_argument("--json", metavar="FILE", help="append one JSON line a result")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known, lines = CASES if device.type == "cuda" else SMALL_CASES, []
+    known = CASES if device.type == "cuda" else SMALL_CASES
     for case, sizes in (SMOKE if args.smoke else known).items():
         for dtype in (torch.bfloat16, torch.float32):
             groups = make(sizes, device, dtype)
@@ -78,8 +78,8 @@ def run_cases(
             print(f"{case}: T, D, K = {sizes}; {dtype}, measured on {device.type}")
             for group, candidates in groups.items():
                 about = {"bench": bench, "case": case, "dtype": str(dtype), "group": group}
-                lines += [about | line for line in _time(group, candidates, device, args.smoke)]
-    write_lines(args.json, lines)
+                lines = [about | line for line in _time(group, candidates, device, args.smoke)]
+                write_lines(args.json, lines)
 
 
 def _time(

@@ -2,8 +2,9 @@
 
     python perf/compare_results.py NEW_FOLDER STORED_FOLDER [--slower 1.05]
 
-Both folders hold the JSON lines of the benchmarks. A result without a stored one is named; it
-cannot fail.
+Both folders hold the JSON lines of the benchmarks. Exit status: 0 compared, nothing slower; 1
+something slower, or no new results; 3 NOT COMPARED, since nothing is stored. Results that only one
+of the folders has are named; they cannot fail, since benchmarks stop at a time budget.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+NOT_COMPARED = 3
 KEY = ("bench", "case", "dtype", "group", "name")
 
 
@@ -46,9 +48,17 @@ def main() -> None:
     new = read(args.new)
     if not new:
         sys.exit(f"error: {args.new}: need bench_*.json with times, got none")
-    failed, unknown = compare(new, read(args.stored), args.slower)
+    stored = read(args.stored)
+    failed, unknown = compare(new, stored, args.slower)
+    gone = [" ".join(key) for key in stored if key not in new]
+    compared = len(new) - len(unknown)
+    if not compared:
+        print(f"NOT COMPARED: {args.stored} has no time of any of the {len(new)} new results")
+        sys.exit(NOT_COMPARED)
     print("\n".join(["too slow:", *failed] if failed else ["nothing is slower than stored"]))
-    print(f"{len(new)} results, {len(unknown)} of them without a stored one")
+    for title, names in (("stored, but not in this run", gone), ("without a stored one", unknown)):
+        print("\n".join([f"{title}: {len(names)}", *(f"  {name}" for name in names)]))
+    print(f"{compared} of {len(new)} results compared")
     sys.exit(bool(failed))
 
 

@@ -2,13 +2,16 @@
 
     python perf/gpu_first.py [--device cuda] [--json FILE]
 
-Small problems against plain torch in fp64; a line each, exit status 1 if one fails. With
+Small problems against plain torch in fp64; a line each, exit status 1 if one fails. A check that
+crashes or hangs fails, and the others go on in a new process. With
 `--device cpu` and TRITON_INTERPRET=1 the same checks run in Triton's interpreter.
 """
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -248,23 +251,76 @@ def run(name: str, device: torch.device) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, help="write one JSON line a check")
-    args = parser.parse_args()
-    device = torch.device(args.device)
+def run_here(names: list[str], device: torch.device, out: Path) -> None:
+    """Checks in this process, a JSON line each; ends early once CUDA itself has failed."""
     if device.type == "cpu":
         from relibra_kernels.testing import bf16_interpreter
 
         bf16_interpreter.install()
-    results = []
-    for name in CHECKS:
-        results.append(run(name, device))
-        verdict = "pass" if results[-1]["passed"] else f"FAIL {results[-1]['reason']}"
-        print(f"{name:52} {verdict}", flush=True)
-    if args.json:
-        args.json.write_text("".join(json.dumps(one) + "\n" for one in results))
+    for name in names:
+        result = run(name, device)
+        add(out, result)
+        if device.type == "cuda" and not result["passed"]:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # an illegal access: this process can run nothing more
+                return
+
+
+def run_all(device: str, out: Path, limit_s: float) -> None:
+    """Every check, printed as it ends; after a crash or a hang the rest go on in a new process."""
+    out.write_text("")
+    command = [sys.executable, __file__, "--device", device, "--json", str(out), "--here"]
+    known, begun = 0, 0.0
+    process: subprocess.Popen[bytes] | None = None
+    while known < len(CHECKS):
+        if process is None:
+            process = subprocess.Popen([*command, *list(CHECKS)[known:]])
+            begun = time.monotonic()
+        ended = process.poll() is not None
+        hangs = not ended and time.monotonic() - begun > limit_s
+        if new := read(out)[known:]:
+            for one in new:
+                verdict = "pass" if one["passed"] else f"FAIL {one['reason']}"
+                print(f"{one['check']:52} {verdict}", flush=True)
+            known, begun = known + len(new), time.monotonic()
+        elif ended or hangs:
+            process.kill()
+            status = process.wait()
+            reason = f"no end within {limit_s:.0f} s" if hangs else f"exit status {status}"
+            add(out, {"check": list(CHECKS)[known], "passed": False, "reason": reason})
+            process = None
+        if ended:
+            process = None
+        time.sleep(0.1)
+
+
+def add(path: Path, result: dict[str, object]) -> None:
+    """One more line."""
+    with path.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    """Results so far; a line may still be in the making."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, help="write one JSON line a check")
+    parser.add_argument("--limit", type=float, default=45, help="seconds a check")
+    parser.add_argument("--here", nargs="+", metavar="CHECK", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = args.json or Path(folder) / "first.json"
+        if args.here:
+            run_here(args.here, torch.device(args.device), out)
+            return
+        run_all(args.device, out, args.limit)
+        results = read(out)
     sys.exit(not all(one["passed"] for one in results))
 
 

@@ -34,6 +34,9 @@ def table(folder: Path) -> list[str]:
                 )
                 if key in row
             ]
+            if "must_tflops" in row:
+                reached = "reached" if row["tflops"] >= row["must_tflops"] else "NOT REACHED"
+                rates.append(f"(must {row['must_tflops']:.0f}: {reached})")
             title = " ".join(
                 str(row[key]) for key in ("bench", "case", "dtype", "group", "name") if key in row
             )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,76 @@ def test_gpu_check_is_valid_and_runs_what_exists():
     assert (ROOT / "perf/gpu_first.py").is_file()
 
 
+STUB = """#!/bin/bash
+# Stands for a Python on a machine with a GPU and without tools to build.
+while [ $# -gt 0 ]; do
+  [ "$1" = --json ] && json=$2
+  all="$all $1" && shift
+done
+case "$all" in
+  *is_available*) printf 'torch 2.11.0 Triton 3.6.0\\nNVIDIA H200\\n' ;;
+  *_planner* | *pybind11*) exit 1 ;;
+  *gpu_first*)
+    sleep "${FIRST_SLEEP:-0}"
+    echo '{"check": "B2", "passed": true, "reason": ""}' >"$json"
+    exit "${FIRST:-0}" ;;
+  *-m\\ pytest*) exit "${TESTS:-0}" ;;
+  *gpu_table*) exec "$REAL" perf/gpu_table.py "$OUT" ;;
+  *bench_*) echo '{"bench": "b", "case": "c", "name": "relibra", "median_us": 2}' >>"$json" ;;
+esac
+"""
+STEPS = [
+    *("first on a GPU", "build", "tests marked gpu", "bench_moe_layer", "bench_grouped_gemm"),
+    *("bench_combine", "bench_permute"),
+]
+
+
+def run_check(tmp_path: Path, **env: str) -> tuple[int, dict[str, str], str]:
+    """Exit status, step -> verdict, output of `gpu_check.sh` with a stub for Python."""
+    stub, out = tmp_path / "python", tmp_path / "out"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    done = run(
+        "bash", "perf/gpu_check.sh", PYTHON=str(stub), REAL=sys.executable, OUT=str(out), **env
+    )
+    lines = (out / "gpu_steps.txt").read_text().splitlines()
+    assert lines[0] == "torch 2.11.0 Triton 3.6.0 NVIDIA H200 "
+    return done.returncode, {one[:28].strip(): one[28:51].strip() for one in lines[1:]}, done.stdout
+
+
+def test_gpu_check_runs_its_steps_in_order_and_ends_with_the_table(tmp_path):
+    status, steps, text = run_check(tmp_path)
+    assert status == 0
+    assert list(steps) == STEPS
+    assert steps.pop("build") == "left out"
+    assert set(steps.values()) == {"pass"}
+    assert "needs pybind11 and setuptools" in text
+    table = text.split("torch 2.11.0 Triton 3.6.0 NVIDIA H200")[1]
+    assert "first on a GPU: 1 of 1 pass" in table
+    assert table.count("b c relibra") == 4
+    limits = (ROOT / "perf/gpu_check.sh").read_text()
+    shares = [int(s) for s in re.findall(r'^ *step "[^"]+" (\d+) ', limits, re.M)]
+    budget = int(re.findall(r"BUDGET:-(\d+)", limits)[0])
+    assert sum(shares) + shares[-1] <= budget <= 540  # the last line runs twice
+
+
+@pytest.mark.parametrize("failing", [("FIRST", "1"), ("TESTS", "1"), ("TESTS", "5")])
+def test_gpu_check_fails_with_a_step_and_runs_the_others(tmp_path, failing):
+    status, steps, _ = run_check(tmp_path, **dict([failing]))
+    step = {"FIRST": "first on a GPU", "TESTS": "tests marked gpu"}[failing[0]]
+    assert status == 1
+    assert steps.pop(step) == ("FAIL (no test found)" if failing[1] == "5" else "FAIL")
+    assert "FAIL" not in "".join(steps.values())
+    assert len(steps) == len(STEPS) - 1
+
+
+def test_gpu_check_stops_what_hangs_and_says_what_had_no_time(tmp_path):
+    status, steps, _ = run_check(tmp_path, BUDGET="6", FIRST_SLEEP="60")
+    assert status == 1
+    assert re.fullmatch(r"FAIL \(over [56] s\)", steps.pop("first on a GPU"))
+    assert set(steps.values()) == {"NOT RUN (no time left)"}
+
+
 def test_the_first_checks_pass_in_the_interpreter(tmp_path):
     out = tmp_path / "first.json"
     command = (sys.executable, "perf/gpu_first.py", "--device", "cpu", "--json", str(out))
@@ -61,6 +132,32 @@ print([gpu_first.run(name, torch.device("cpu"))["passed"] for name in names])
 """
     done = run(sys.executable, "-c", code, TRITON_INTERPRET="1")
     assert done.stdout.splitlines()[-1] == "[False, True, True]", done.stderr[-2000:]
+
+
+def test_a_check_that_crashes_fails_and_the_others_go_on(tmp_path):
+    text = (ROOT / "perf/gpu_first.py").read_text()
+    checks = """import os
+CHECKS = {
+    "fine": (FP32, lambda p: None),
+    "crash": (FP32, lambda p: os._exit(7)),
+    "after": (FP32, lambda p: None),
+}
+"""
+    script, out = tmp_path / "first.py", tmp_path / "first.json"
+    script.write_text(
+        text.replace('if __name__ == "__main__":', checks + 'if __name__ == "__main__":')
+    )
+    command = (sys.executable, str(script), "--device", "cpu", "--json", str(out))
+    done = run(*command, TRITON_INTERPRET="1")
+    assert done.returncode == 1, done.stderr[-2000:]
+    results = {one["check"]: one for one in map(json.loads, out.read_text().splitlines())}
+    assert {name: one["passed"] for name, one in results.items()} == {
+        "fine": True,
+        "crash": False,
+        "after": True,
+    }
+    assert results["crash"]["reason"] == "exit status 7"
+    assert "FAIL exit status 7" in done.stdout
 
 
 def test_the_table_shows_steps_failures_and_rates(tmp_path):
@@ -93,6 +190,36 @@ def test_a_slower_result_is_found(tmp_path, time, status, message):
     )
     assert done.returncode == status
     assert message in done.stdout
+
+
+def test_without_stored_times_nothing_passes_as_a_comparison(tmp_path):
+    row = {"bench": "combine", "case": "x", "name": "relibra", "median_us": 1.0}
+    (tmp_path / "bench_combine.json").write_text(json.dumps(row) + "\n")
+    command = sys.executable, "perf/compare_results.py", str(tmp_path)
+    done = run(*command, str(tmp_path / "stored"))
+    assert done.returncode == 3
+    assert "NOT COMPARED" in done.stdout
+    assert "nothing is slower" not in done.stdout
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored/bench_combine.json").write_text(json.dumps(row | {"case": "y"}) + "\n")
+    assert run(*command, str(tmp_path / "stored")).returncode == 3
+
+
+def test_results_that_one_side_lacks_are_named(tmp_path):
+    rows = [
+        {"bench": "combine", "case": case, "name": "relibra", "median_us": 1.0} for case in "abc"
+    ]
+    for folder, chosen in (("new", rows[:2]), ("stored", rows[1:])):
+        (tmp_path / folder).mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in chosen)
+        (tmp_path / folder / "bench_combine.json").write_text(text)
+    done = run(
+        sys.executable, "perf/compare_results.py", str(tmp_path / "new"), str(tmp_path / "stored")
+    )
+    assert done.returncode == 0
+    assert "stored, but not in this run: 1\n  combine c" in done.stdout
+    assert "without a stored one: 1\n  combine a" in done.stdout
+    assert "1 of 2 results compared" in done.stdout
 
 
 def test_no_new_results_are_an_error(tmp_path):
