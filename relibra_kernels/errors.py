@@ -64,10 +64,23 @@ class PlanError(ValueError):
 class ReplicaSyncError(RuntimeError):
     """Moving weights or gradients between ranks failed; names the operation, use and peer.
 
+    Args:
+        message: as above.
+        details: facts as an object, such as a `relibra_kernels.transport.sync_report.SyncFailure`;
+            None where the message says all.
+
     Example:
         >>> issubclass(ReplicaSyncError, RuntimeError)
         True
     """
+
+    def __init__(self, message: str = "", details: object = None) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keeps the facts when the error crosses a process boundary."""
+        return (type(self), (str(self), self.details))
 
 
 def _rebuild(

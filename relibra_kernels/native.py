@@ -19,10 +19,16 @@ def planner() -> Any:
     Raises:
         RuntimeError: it is not built or does not load; names the reason and the remedy.
     """
-    module, reason = load("relibra_kernels._planner")
-    if module is None:
-        raise RuntimeError(f"relibra_kernels._planner does not load: {reason}. Remedy: {_REMEDY}")
-    return module
+    return _loaded("relibra_kernels._planner")
+
+
+def replica_sync() -> Any:
+    """Replica synchronisation on the CPU; its functions are described in `_replica_sync.pyi`.
+
+    Raises:
+        RuntimeError: it is not built or does not load; names the reason and the remedy.
+    """
+    return _loaded("relibra_kernels._replica_sync")
 
 
 @cache
@@ -40,3 +46,10 @@ def load(name: str) -> tuple[Any, str]:
         return importlib.import_module(name), ""
     except (ImportError, OSError) as error:
         return None, str(error)
+
+
+def _loaded(name: str) -> Any:
+    module, reason = load(name)
+    if module is None:
+        raise RuntimeError(f"{name} does not load: {reason}. Remedy: {_REMEDY}")
+    return module

@@ -18,7 +18,16 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("packaging"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_COPIED = (".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "_build_info.json")
+NOT_COPIED = (
+    ".*",
+    "build",
+    "dist",
+    "*.egg-info",
+    "*.so",
+    "*.fatbin",
+    "__pycache__",
+    "_build_info.json",
+)
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
@@ -137,7 +146,8 @@ def test_wheel_holds_both_packages_and_nothing_else(
         assert "relibra = relibra.cli:main" in archive.read(points).decode()
     assert python_modules(project) - files == set()
     libraries = [name for name in files if name.endswith(".so")]
-    assert [name for name in libraries if name.startswith("relibra_kernels/_planner.")]
+    for part in ("_planner", "_replica_sync"):
+        assert [name for name in libraries if name.startswith(f"relibra_kernels/{part}.")]
     tops = {name.split("/")[0] for name in files}
     assert {name for name in tops if not name.endswith(".dist-info")} == {
         "relibra",
@@ -160,6 +170,7 @@ def test_installed_wheel_imports_from_elsewhere(installed: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import relibra, relibra_kernels.triton_ops, relibra_kernels._planner\n"
+        "import relibra_kernels._replica_sync\n"
         "print([module.__file__ for name, module in sys.modules.items()"
         " if name.partition('.')[0] in ('relibra', 'relibra_kernels')])\n"
     )
