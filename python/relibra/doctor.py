@@ -25,9 +25,13 @@ import torch
 import relibra_kernels
 from relibra.cli_input import add_command, console, print_json
 from relibra_kernels import native
+from relibra_kernels.transport import nvshmem_library
+from relibra_kernels.transport.heap_nvshmem import NvshmemHeap
+from relibra_kernels.transport.heap_torch_symm import TorchSymmHeap
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
 Status: TypeAlias = Literal["ok", "absent", "problem"]
 
@@ -40,6 +44,8 @@ examples:
 exit codes: 0 all that this version needs works, 1 something does not
 """
 _PROBE_TIMEOUT_S = 20
+_SHM = Path("/dev/shm")
+_SMALL_SHM_BYTES = 2**28  # containers get 64 MiB unless asked
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,8 @@ def _software() -> list[Fact]:
         *_left_out_of_the_build(),
         _nvcc(),
         _package("NVSHMEM wheel", ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")),
+        _package("nvshmem4py", ("nvshmem4py-cu13", "nvshmem4py-cu12")),
+        *_nvshmem(),
         _package("transformers (demo)", ("transformers",), remedy="pip install '.[demo]'"),
         _package("matplotlib (demo)", ("matplotlib",), remedy="pip install '.[demo]'"),
     ]
@@ -179,18 +187,51 @@ def _nvcc() -> Fact:
     return Fact("nvcc", "ok", f"{release[1]} ({path})")
 
 
+def _nvshmem() -> list[Fact]:
+    """Release of the library, and whose instance it is."""
+    facts = []
+    try:
+        found = nvshmem_library.NvshmemLibrary.open().version()
+        facts.append(Fact("NVSHMEM library", "ok", ".".join(map(str, found))))
+    except nvshmem_library.NvshmemError as error:
+        remedy = nvshmem_library.REMEDY
+        facts.append(Fact("NVSHMEM library", "absent", str(error), remedy))
+    return [*facts, Fact("NVSHMEM owner", "ok", nvshmem_library.owner())]
+
+
 def _machine() -> list[Fact]:
-    """Cores, threads and GPUs."""
+    """Cores, threads, shared memory and GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     asked = os.environ.get("OMP_NUM_THREADS")
     threads = f"{asked} (OMP_NUM_THREADS)" if asked else f"{cores} (OMP_NUM_THREADS is not set)"
     facts = [
         Fact("cpu cores", "ok", f"{cores} of {os.cpu_count()} for this process"),
         Fact("OpenMP threads", "ok", threads),
+        _shared_memory(),
         _driver(),
     ]
+    return [*facts, *_gpus()]
+
+
+def _shared_memory() -> Fact:
+    """Room for arenas of the ``cpu_shm`` transport and for data loaders."""
+    name, remedy = str(_SHM), "containers: --shm-size or --ipc=host"
+    try:
+        usage = shutil.disk_usage(_SHM)
+    except OSError as error:
+        return Fact(name, "absent", f"{error.strerror}: no cpu_shm transport", remedy)
+    value = f"{usage.total / 2**20:.0f} MiB, {usage.free / 2**20:.0f} MiB free"
+    if usage.total < _SMALL_SHM_BYTES:
+        return Fact(name, "absent", f"{value}: little for cpu_shm arenas", remedy)
+    return Fact(name, "ok", value)
+
+
+def _gpus() -> list[Fact]:
+    """Each GPU with its compute capability, and which of them reach each other's memory."""
+    facts: list[Fact] = []
     if torch.version.cuda is None:
-        return [*facts, Fact("gpu", "absent", "this torch is built for the CPU only")]
+        reason = "this torch is built for the CPU only"
+        return [Fact("gpu", "absent", reason), Fact("P2P matrix", "absent", reason)]
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         for index in range(count):
@@ -204,10 +245,14 @@ def _machine() -> list[Fact]:
                     f"{memory:.0f} GiB, peers {_peers(index, count)}",
                 )
             )
+        matrix = "; ".join(f"{index}: {_peers(index, count)}" for index in range(count))
         if count == 0:
             facts.append(Fact("gpu", "absent", "torch sees no CUDA device"))
+        status: Status = "ok" if count else "absent"
+        facts.append(Fact("P2P matrix", status, matrix or "torch sees no CUDA device"))
     except RuntimeError as error:
-        facts.append(Fact("gpu", "absent", str(error).splitlines()[0]))
+        reason = str(error).splitlines()[0]
+        facts += [Fact("gpu", "absent", reason), Fact("P2P matrix", "absent", reason)]
     return facts
 
 
@@ -249,9 +294,24 @@ def _abilities() -> list[Fact]:
         Fact("train on CPU (gloo)", *_distributed("gloo", "problem")),
         Fact("demo", *_yes_or("absent", not demo, f"needs {' and '.join(demo)}")),
         Fact("NCCL", *_distributed("nccl", "absent")),
-        Fact("GPU kernels", "absent", "not part of this version"),
-        Fact("NVSHMEM transport", "absent", "not part of this version"),
+        Fact("GPU kernels", *_gpu_kernels()),
+        Fact("cpu_shm transport", *_yes_or("absent", _SHM.is_dir(), f"there is no {_SHM}")),
+        Fact("torch_symm transport", *_transport(TorchSymmHeap.why_not)),
+        Fact("nvshmem transport", *_transport(NvshmemHeap.why_not)),
     ]
+
+
+def _gpu_kernels() -> tuple[Status, str]:
+    missing = [] if torch.cuda.is_available() else ["a CUDA device"]
+    if _package("", ("triton",)).status != "ok":
+        missing.append("triton")
+    return _yes_or("absent", not missing, f"needs {' and '.join(missing)}")
+
+
+def _transport(why_not: Callable[[torch.device], str]) -> tuple[Status, str]:
+    """Whether one process could use it; with peers, `open_arena` decides."""
+    reason = why_not(torch.device("cuda", 0))
+    return _yes_or("absent", not reason, reason)
 
 
 def _yes_or(otherwise: Status, works: bool, reason: str) -> tuple[Status, str]:

@@ -1,6 +1,7 @@
 """`relibra doctor`: every probe answers, and only what the CPU version needs is a problem."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from relibra import doctor
 from relibra.cli import main
 from relibra_kernels import native
+from relibra_kernels.transport import nvshmem_library
 
 
 def facts(capsys):
@@ -24,7 +26,9 @@ def test_comm_02_versions_or_the_reason_why_absent(capsys):
     for name in ("python", "relibra", "triton", "numpy", "native_planner", "native_compiler",
                  "native_cuda_part", "native_nvshmem_part", "nvcc", "nvshmem_wheel"):  # fmt: skip
         assert software[name]["value"]
-    for name in ("cpu_cores", "openmp_threads", "cuda_driver"):
+    for name in ("nvshmem4py", "nvshmem_library", "nvshmem_owner"):
+        assert software[name]["value"]
+    for name in ("cpu_cores", "openmp_threads", "cuda_driver", "dev_shm", "p2p_matrix"):
         assert machine[name]["value"]
     assert any(name.startswith("gpu") for name in machine)
     assert set(made["what_works"]) >= {"plan_check", "train_on_cpu_gloo", "demo", "nccl"}
@@ -86,6 +90,9 @@ def test_gpus_are_listed_with_their_peers(capsys, monkeypatch):
     machine = facts(capsys)[1]["machine"]
     assert machine["gpu_0"]["value"] == "NVIDIA H200, sm_90, 141 GiB, peers 1"
     assert machine["gpu_2"]["value"].endswith("peers 0, 1")
+    assert machine["p2p_matrix"] == {
+        "status": "ok", "value": "0: 1; 1: 0; 2: 0, 1", "remedy": ""
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("available", [True, False])
@@ -99,4 +106,47 @@ def test_a_cuda_torch_without_a_gpu(capsys, monkeypatch, available):
     code, made = facts(capsys)
     assert code == 0
     expected = "driver too old" if available else "torch sees no CUDA device"
-    assert made["machine"]["gpu"] == {"status": "absent", "value": expected, "remedy": ""}
+    for name in ("gpu", "p2p_matrix"):
+        assert made["machine"][name] == {"status": "absent", "value": expected, "remedy": ""}
+
+
+def test_comm_02_shared_memory_and_its_remedy(monkeypatch, tmp_path):
+    usage = shutil.disk_usage(tmp_path)
+    for total, status, text in ((2**26, "absent", "64 MiB, 1 MiB free: little"),
+                                (2**30, "ok", "1024 MiB, 1 MiB free")):  # fmt: skip
+        sized = usage._replace(total=total, free=2**20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, sized=sized: sized)
+        fact = doctor._shared_memory()
+        assert (fact.status, fact.value.startswith(text)) == (status, True)
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "_SHM", tmp_path / "none")
+    fact = doctor._shared_memory()
+    assert (fact.status, fact.remedy) == ("absent", "containers: --shm-size or --ipc=host")
+    assert "No such file or directory: no cpu_shm transport" in fact.value
+
+
+def test_comm_02_nvshmem_release_and_owner(monkeypatch):
+    class Library:
+        @classmethod
+        def open(cls):
+            return cls()
+
+        def version(self):
+            return 3, 8, 0
+
+    monkeypatch.setattr(nvshmem_library, "NvshmemLibrary", Library)
+    monkeypatch.setattr(nvshmem_library, "owner", lambda: "other code in this process: PE 0 of 8")
+    assert [fact.value for fact in doctor._nvshmem()] == [
+        "3.8.0",
+        "other code in this process: PE 0 of 8",
+    ]
+
+
+def test_transports_say_why_they_do_not_work(capsys, monkeypatch):
+    works = facts(capsys)[1]["what_works"]
+    for name in ("torch_symm_transport", "nvshmem_transport", "gpu_kernels"):
+        assert works[name]["status"] == "absent"
+        assert "CUDA device" in works[name]["value"]
+    assert works["cpu_shm_transport"]["status"] == "ok"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor._gpu_kernels() == ("ok", "works")

@@ -211,7 +211,7 @@ TILE = m_tiles([4], 1, 4)
         ({"mtile": TILE + torch.tensor([0, 0, 1, 0]).int()}, ValueError, "1 to 4 rows"),
         ({"mtile": TILE * torch.tensor([1, 1, 0, 1]).int()}, ValueError, "1 to 4 rows"),
         ({"mtile": torch.cat([TILE, TILE])}, ValueError, "in no other tile.* at tile 1"),
-        ({"block_rows": 0}, ValueError, "block_rows: need at least 1, got 0"),
+        ({"block_rows": 0}, ValueError, "block_rows: need 1 to 65536, got 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
