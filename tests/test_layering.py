@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [  # low to high; a file may import its own layer and lower ones
-    {"checks", "limits", "topology", "rank_order", "native", "errors", "_planner"},
+    {"checks", "limits", "topology", "rank_order", "native", "errors", "_planner"}
+    | {"_replica_sync"},
     {"trace", "formats", "id_arrays", "dispatch_rows", "slicing", "load_matrix", "dealing"}
     | {"layout", "placement_maps", "tables", "weights", "validate", "shape", "presets", "synthetic"}
     | {"slot_layout"}
@@ -27,7 +28,17 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"reference", "triton_ops"},
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
     {"hop_splits", "hop_tables", "places", "dispatcher", "stages", "started_layer"}
-    | {"rank_tables", "balanced_moe", "module", "runtime", "step", "migrate", "compose"}
+    | {
+        "rank_tables",
+        "copy_lists",
+        "static_slots",
+        "balanced_moe",
+        "module",
+        "runtime",
+        "step",
+        "migrate",
+        "compose",
+    }
     | {
         "compiled",
         "token_exchange",
@@ -57,6 +68,12 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "movers",
         "table_ring",
         "runtime_warmup",
+        "runtime_state",
+        "runtime_groups",
+        "runtime_replicas",
+        "runtime_transport",
+        "domain_sync",
+        "output_marker",
         "step_tables",
     },
     {"integrations", "cli", "cli_input", "cli_plan", "cli_check", "cli_simulate", "doctor"}

@@ -19,7 +19,7 @@ from relibra_kernels.errors import PlanError, ReplicaSyncError
 from relibra_kernels.transport.group import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _MESSAGE_BYTES = 512  # room for the text of the first fault
 
@@ -74,6 +74,34 @@ def grid_groups(
         for part, name in zip(members, names, strict=True)
     )
     return first, second
+
+
+def node_group(
+    group: dist.ProcessGroup, members: Sequence[int], name: str, timeout_s: float | None
+) -> dist.ProcessGroup:
+    """The ranks of this rank's node; collective over ``group``.
+
+    Args:
+        group: ranks and backend.
+        members: ranks inside ``group``, ascending.
+        name: equal on the members and different elsewhere.
+        timeout_s: seconds that a collective of the new group waits, None as ``group``.
+
+    Returns:
+        ``group`` itself where it has no other ranks.
+
+    Raises:
+        ReplicaSyncError: a rank did not take part in time.
+    """
+    if len(members) == dist.get_world_size(group):
+        return group
+    what = "making the groups of the nodes"
+    wait_for_all(group, timeout_s, what)
+    number = _new_number(group, what)
+    timeout = group_timeout(group)
+    if timeout_s is not None:
+        timeout = datetime.timedelta(seconds=timeout_s)
+    return _make_group(group, list(members), f"relibra-{number:x}-{name}", timeout, what)
 
 
 def _new_number(group: dist.ProcessGroup, what: str) -> int:

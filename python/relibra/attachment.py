@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from relibra.attachable import check_holds, find_layers
 from relibra.balanced_moe import MoEHandle
+from relibra.expert_weights import joined_slots
 from relibra.layout import ExpertLayout
 from relibra.live_routes import live_tables
 from relibra.local_use import narrow_ids
 from relibra.migrate import expert_fields, move_fields, move_lists
 from relibra.module import BalancedMoE
 from relibra.movers import GroupMovers
+from relibra.output_marker import OutputMarker, tensors_in
 from relibra.plan import StepPlan
+from relibra.static_slots import StaticSlots
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -50,6 +51,7 @@ class Attachment:
             check_holds(optimizer, self.layers)
         first = self.layers[self.moe_layers[0]]
         self.num_home = first.w13.shape[0]
+        self.static = StaticSlots(runtime, self.layers)
         identity = ExpertLayout.identity(first.num_experts, runtime.num_ranks)
         self.layout = (identity,) * len(self.moe_layers)
         self.plan_hash: str | None = None
@@ -59,7 +61,7 @@ class Attachment:
         self._task_uses: dict[int, Use | None] = {}
         self._recomputed: set[tuple[int, tuple[int, str, int], int]] = set()
         self._options_agreed = False
-        self._hook = model.register_forward_hook(_OutputMarker(self))
+        self._hook = model.register_forward_hook(OutputMarker(self))
         for moe in self.layers.values():
             moe._attachment = weakref.ref(self)
             moe._grads_to_main = runtime.grad_mode == "main_grad"
@@ -105,6 +107,17 @@ class Attachment:
         """Place of a decoder layer among the MoE layers."""
         self.layer_of(layer)
         return self.moe_layers.index(layer)
+
+    def pushed_weights(self, index: int, num_static: int) -> dict[str, Any]:
+        """Field name -> ``[H + X, ...]``, what the replicas of a layer are copies of.
+
+        Args:
+            index: place of the layer among the MoE layers.
+            num_static: X of its tables.
+        """
+        slots = self.layers[self.moe_layers[index]].expert_weights.slots()
+        static = self.static.of(index, num_static).get("static", {})
+        return {name: joined_slots(one, static.get(name)) for name, one in slots.items()}
 
     def layouts_by_layer(self) -> dict[int, ExpertLayout]:
         """Decoder layer number -> layout."""
@@ -160,6 +173,8 @@ class Attachment:
         Raises:
             RuntimeError: the second time in one backward.
         """
+        if self.runtime.domain_sync is not None:
+            self.runtime.domain_sync.note_handle(use, layer)
         task = torch._C._current_graph_task_id()
         if task < 0:
             return
@@ -198,7 +213,7 @@ class Attachment:
         use: Use | None = getattr(self._thread, "use", None)
         if use is None or torch._C._current_graph_task_id() >= 0:
             return
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 register: Callable[..., Any] = tensor.register_hook
                 register(lambda grad, use=use: self.enter_task(use, at_output=True))
@@ -212,6 +227,7 @@ class Attachment:
     def live_handle(self, moe: BalancedMoE, expert_ids: torch.Tensor) -> MoEHandle:
         """Handle for routing that no plan knows: every row goes home; collective."""
         runtime, movers = self.runtime, self.movers(None, None)
+        runtime.require_open()
         layout = self.layouts_by_layer()[moe.layer]
         what = f"live use of layer {moe.layer}"
         if not self._options_agreed:
@@ -267,14 +283,10 @@ class Attachment:
                 f"plan: need MoE layers {list(self.moe_layers)} as attached, got "
                 f"{list(plan.shape.moe_layers)}"
             )
-        if plan.static_slot_expert_LGX.shape[2] > 0:
-            raise PlanError(
-                f"plan: need a plan without static slots, which the runtime does not synchronise, "
-                f"got {plan.static_slot_expert_LGX.shape[2]} a rank; plan with static_copies=0"
-            )
         if plan.topology != runtime.topology:
             raise PlanError(f"plan: need topology {runtime.topology}, got {plan.topology}")
         self.check_layouts(plan.layouts)
+        self.static.check(plan)
         if plan.hash != self.plan_hash and plan.base_layout != self.layout:
             raise PlanError(
                 "plan: its base layout differs from runtime.layout; plan again with "
@@ -354,44 +366,3 @@ class Attachment:
             home = torch.tensor(new.home_slot_expert_GH[rank].tolist(), dtype=torch.int64)
             self.layers[layer].home_slot_expert = home
         return sent
-
-
-class _OutputMarker:
-    """Forward hook of an attached model; does nothing in copies of the model."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self.attachment = weakref.ref(attachment)
-
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # which use this is, is known only when the graph runs
-        attachment = self.attachment()
-        if attachment is not None and attachment.model is model:
-            attachment.mark_outputs(output)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or pickle belongs to no attachment."""
-        return _no_marker, ()
-
-
-def _no_marker() -> Any:
-    return _ignore_outputs
-
-
-def _ignore_outputs(model: nn.Module, args: Any, output: Any) -> None:
-    """What `_OutputMarker` is in a copied model."""
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested outputs: mappings, sequences, dataclasses."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from relibra.rank_tables import LayerTables
+    from relibra.static_slots import LayerCopies
     from relibra_kernels.transport.dispatch import Arrival
     from relibra_kernels.transport.two_hop import Relay
 
@@ -57,7 +58,19 @@ class Movers(Protocol):
     def push(
         self, weights: Mapping[str, torch.Tensor], tables: LayerTables, what: str
     ) -> dict[str, torch.Tensor]:
-        """Home weights -> replica slots; returns the replica buffers ``[S, ...]`` by field."""
+        """Weights of home and static slots -> replica slots.
+
+        Args:
+            weights: ``[H + X, ...]`` by field.
+            tables: of this use.
+            what: names the use.
+
+        Returns:
+            The replica buffers ``[S, ...]`` by field.
+        """
+
+    def release_weights(self) -> None:
+        """The replica buffers of the last push were read for the last time."""
 
     def replica_grads(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradient buffers ``[S, ...]`` for the replica slots; contents are undefined.
@@ -68,12 +81,12 @@ class Movers(Protocol):
 
     def reduce(
         self,
-        replica_grads: tuple[torch.Tensor, ...],
-        home_grads: tuple[torch.Tensor, ...],
+        replica_grads: Mapping[str, torch.Tensor],
+        home_grads: Mapping[str, torch.Tensor],
         tables: LayerTables,
         what: str,
     ) -> None:
-        """Adds replica gradients to ``home_grads`` in ascending (rank, slot) order."""
+        """Adds replica gradients to ``home_grads`` in ascending (rank, slot) order, by field."""
 
     def note_stage(self, stage: str, *, is_open: bool) -> None:
         """A stage handle was made, or used; one that is left over is named at the step's end."""
@@ -109,6 +122,8 @@ class MoEHandle:
         kernels: ``"auto"`` (Triton on CUDA, references on CPU), ``"triton"`` or ``"reference"``.
         static, static_grads: field name -> ``[X, ...]`` weights of the static slots, and where
             their gradients go; None without static slots.
+        static_copies: sums these gradients over the optimizer step, and knows the parameters that
+            the static slots are copies of; None outside a training step.
     """
 
     tables: LayerTables
@@ -121,6 +136,7 @@ class MoEHandle:
     kernels: str = "auto"
     static: Mapping[str, torch.Tensor] | None = None
     static_grads: Mapping[str, torch.Tensor] | None = None
+    static_copies: LayerCopies | None = None
 
     @property
     def num_static(self) -> int:
@@ -238,6 +254,8 @@ def check_call(x: torch.Tensor, scores: torch.Tensor, call: LayerCall) -> None:
             f"w13_H2FD: need {handle.tables.num_home} home slots for the tables of {handle.what}, "
             f"got {call.weights.num_slots}"
         )
+    if handle.static_copies is not None:
+        handle.static_copies.check_home(call.weights, handle.what)
 
 
 class _BalancedMoE(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from relibra.expert_weights import joined_slots
 from relibra.layer_options import ACTIVATIONS
 from relibra_kernels.ops import direct_ops
 
@@ -44,7 +45,9 @@ class Experts:
             home: weights of the home slots.
         """
         handle = call.handle
-        return cls(call, home, handle.movers.push(home.slots(), handle.tables, handle.what))
+        static = handle.static or {}
+        held = {name: joined_slots(one, static.get(name)) for name, one in home.slots().items()}
+        return cls(call, home, handle.movers.push(held, handle.tables, handle.what))
 
     def up(
         self, x_UD: torch.Tensor, score_R: torch.Tensor | None

@@ -129,6 +129,25 @@ def as_list(field: Field) -> list[torch.Tensor]:
     return list(field) if isinstance(field, tuple) else [field]
 
 
+def joined_slots(home: Any, static: torch.Tensor | None) -> Any:
+    """Home and static slots of a field as one ``[H + X, ...]``, what replicas are copied from.
+
+    Args:
+        home: ``[H, ...]``, a tensor or a `SlotList`.
+        static: ``[X, ...]``, None without static slots.
+
+    Returns:
+        ``home`` itself without static slots, else a `SlotList`, which copies nothing.
+
+    Example:
+        >>> joined_slots(torch.zeros(2, 3), torch.ones(1, 3)).shape
+        torch.Size([3, 3])
+    """
+    if static is None or not len(static):
+        return home
+    return SlotList([*(home[slot] for slot in range(len(home))), *static.unbind()])
+
+
 def check_weights(
     weights: ExpertWeights, x: torch.Tensor, options: LayerOptions, slots: str = "H"
 ) -> None:

@@ -97,6 +97,7 @@ def run_forward(
     score_R = None if options.scales_output else _row_scores(scores_UK, handle)
     h_R2F, a_RF = experts.up(x_UD, score_R)
     y_RD = experts.down(a_RF)
+    handle.movers.release_weights()
     del a_RF  # made again from h in the backward
     kept = Kept(
         x_UD if options.save == "copy" else x_TD,
@@ -142,7 +143,10 @@ def run_backward(
     dh_R2F, scored_RF, dscore_R = experts.down_backward(dy_UD, h_R2F, score_R)
     del h_R2F
     dscores = start_dscores(dscore_R, handle) if needs_scores else None
-    dx = start_dx(experts.up_backward(dh_R2F), handle) if needs_x else None
+    dx_UD = experts.up_backward(dh_R2F) if needs_x else None
+    handle.movers.release_weights()
+    dx = None if dx_UD is None else start_dx(dx_UD, handle)
+    del dx_UD
     grads: tuple[torch.Tensor | None, ...] = (None,) * len(needs_weights)
     if any(needs_weights):
         operands = Operands(x_UD, dy_UD, dh_R2F, scored_RF, score_R)

@@ -7,6 +7,8 @@ Modes of a micro-batch, the same on all ranks:
 * ``online``: copies chosen for the live counts, by the same solver on every rank;
 * ``home``: no copies, every row goes to the home of its expert.
 
+Static copies of the plan take rows in ``exact`` and ``fraction``, none in the other two.
+
 Results are those of the unbalanced layer in every mode. No row is dropped: buffers follow the live
 counts. Letters: T tokens here, K choices, E experts, G ranks, H home slots, S replica slots.
 """
@@ -21,6 +23,7 @@ import torch
 from relibra.hop_splits import Splits, count_tokens
 from relibra.hop_tables import build_tables
 from relibra.local_use import count_ids
+from relibra.pass_plan import ReplicaPlan
 from relibra.planner.online import replicate_now, share_as_planned
 from relibra.rank_tables import SourceRoute
 from relibra.source_split import split_rows
@@ -29,7 +32,6 @@ from relibra_kernels.errors import PlanError
 if TYPE_CHECKING:
     from relibra.layout import ExpertLayout, Int64Array
     from relibra.movers import GroupMovers
-    from relibra.plan import ReplicaPlan
     from relibra.rank_tables import LayerTables
     from relibra.runtime import Runtime
 
@@ -52,26 +54,34 @@ def live_source(
         layout: home of every expert.
         planned: the plan of this use, needed by ``fraction``.
     """
-    if mode == "home" or runtime.replica_slots == 0:
-        sizes = (runtime.replica_slots, runtime.rank, runtime.block_rows)
-        return SourceRoute.live(counts_GE, layout, *sizes, runtime.dispatcher.ranks)
-    total_E = counts_GE.sum(0)
+    hops, total_E = runtime.dispatcher.ranks, counts_GE.sum(0)
     if mode == "fraction" and planned is not None:
-        replicas = planned.replica_slot_expert_GS
-        slot_rows = share_as_planned(total_E, planned)
+        view, slot_rows = planned, share_as_planned(total_E, planned)
+    elif mode == "home" or runtime.replica_slots == 0:
+        sizes = (runtime.replica_slots, runtime.rank, runtime.block_rows)
+        return SourceRoute.live(counts_GE, layout, *sizes, hops)
     else:
         replicas, slot_rows = replicate_now(
             total_E, layout, runtime.topology, runtime.replica_slots
         )
-    slot_expert = np.concatenate([layout.home_slot_expert_GH, replicas], 1)
+        view = ReplicaPlan(layout, replicas, slot_rows)
     quota = split_rows(
         np.ascontiguousarray(counts_GE, np.int32),
-        np.ascontiguousarray(slot_expert, np.int32),
+        np.ascontiguousarray(view.slot_expert_Gn, np.int32),
         np.ascontiguousarray(slot_rows, np.int64),
         runtime.topology.rank_to_rail_G,
+        runtime.topology.rank_to_node_G,
     )
-    hops = runtime.dispatcher.ranks
-    return SourceRoute.build(layout, replicas, quota, runtime.rank, runtime.block_rows, hops)
+    return SourceRoute.build(
+        layout,
+        view.replica_slot_expert_GS,
+        quota,
+        runtime.rank,
+        runtime.block_rows,
+        hops,
+        static_slot_expert_GX=view.static_slot_expert_GX,
+        rank_to_node_G=runtime.topology.rank_to_node_G,
+    )
 
 
 def gather_counts(

@@ -49,14 +49,17 @@ class LocalMovers:
         """Empty replica buffers ``[0, ...]``."""
         return {name: _no_slots(w, w.dtype) for name, w in weights.items()}
 
+    def release_weights(self) -> None:
+        """Nothing was pushed."""
+
     def replica_grads(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Empty gradient buffers ``[0, ...]``."""
         return {name: _no_slots(w, accumulation_dtype(w.dtype)) for name, w in weights.items()}
 
     def reduce(
         self,
-        replica_grads: tuple[torch.Tensor, ...],
-        home_grads: tuple[torch.Tensor, ...],
+        replica_grads: Mapping[str, torch.Tensor],
+        home_grads: Mapping[str, torch.Tensor],
         tables: LayerTables,
         what: str,
     ) -> None:

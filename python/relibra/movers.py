@@ -120,6 +120,10 @@ class GroupMovers:
         self, weights: Mapping[str, torch.Tensor], tables: LayerTables, what: str
     ) -> dict[str, torch.Tensor]:
         """Home weights -> replica slots."""
+        sync = self.runtime.domain_sync
+        if sync is not None:
+            with self.runtime.noting_failure():
+                return sync.push(self.use, self.index, weights, tables)
         buffers = self.runtime.buffers.weights(weights)
         pairs = [(home, buffers[name]) for name, home in weights.items()]
         with self.runtime.noting_failure():
@@ -128,19 +132,34 @@ class GroupMovers:
             )
         return buffers
 
+    def release_weights(self) -> None:
+        """The replica slots of the last push may be overwritten."""
+        if self.runtime.domain_sync is not None:
+            with self.runtime.noting_failure():
+                self.runtime.domain_sync.release_weights(self.use)
+
     def replica_grads(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The runtime's gradient slots."""
+        sync = self.runtime.domain_sync
+        if sync is not None:
+            with self.runtime.noting_failure():
+                return sync.grad_slots(self.use, self.index, weights)
         return self.runtime.buffers.grads(weights)
 
     def reduce(
         self,
-        replica_grads: tuple[torch.Tensor, ...],
-        home_grads: tuple[torch.Tensor, ...],
+        replica_grads: Mapping[str, torch.Tensor],
+        home_grads: Mapping[str, torch.Tensor],
         tables: LayerTables,
         what: str,
     ) -> None:
         """Replica gradients -> home gradients."""
-        pairs = list(zip(replica_grads, home_grads, strict=True))
+        sync, may_lag = self.runtime.domain_sync, self.runtime.grad_mode == "main_grad"
+        if sync is not None:
+            with self.runtime.noting_failure():
+                sync.reduce(self.use, self.index, home_grads, may_lag=may_lag)
+            return
+        pairs = [(replica, home_grads[name]) for name, replica in replica_grads.items()]
         with self.runtime.noting_failure():
             self.runtime.replicas.reduce(
                 pairs, tables.push_list, tables.pull_list, what=f"{what}: home-reduce"
@@ -153,14 +172,20 @@ class GroupMovers:
 
     def enter_experts(self, handle: MoEHandle, detail: str) -> None:
         """Notes options and fields: other ones on another rank would mix up its collectives."""
+        self._set_direction("forward")
         self._note("experts", detail)
 
     def enter_backward(self, handle: MoEHandle, detail: str) -> None:
         """Tells recomputed layers of this backward which use they belong to."""
+        self._set_direction("backward")
         if self.use is not None:
             self.use.step.require_open(handle.what)
             self.use.step.attachment.enter_task(self.use)
         self._note("backward", detail)
+
+    def _set_direction(self, direction: str) -> None:
+        if self.runtime.domain_sync is not None:
+            self.runtime.domain_sync.direction = direction
 
     def _note(self, stage: str, detail: str) -> None:
         if self.use is not None:

@@ -87,6 +87,8 @@ class PlanReport:
             None as for `push_bytes`.
         static_return_bytes: bytes of fp32 gradients that go home from static slots in one optimizer
             step; None as for `push_bytes`.
+        static_memory_bytes: that static slots take on a rank: weights and fp32 sums of gradients of
+            every layer, fp32 gradients of one; None as for `push_bytes`.
 
     Example:
         >>> names = [field.name for field in fields(PlanReport)]
@@ -128,6 +130,7 @@ class PlanReport:
     static_refreshes: int | None = 0
     static_push_bytes: int | None = 0
     static_return_bytes: int | None = 0
+    static_memory_bytes: int | None = 0
 
     def as_dict(self) -> dict[str, Any]:
         """All figures as plain values, for JSON and loggers."""
@@ -205,21 +208,26 @@ def _compute(plan: StepPlan) -> PlanReport:
         static_refreshes=static[1],
         static_push_bytes=static[2],
         static_return_bytes=static[3],
+        static_memory_bytes=static[4],
     )
 
 
-def _static(plan: StepPlan) -> tuple[int, int | None, int | None, int | None]:
-    """Static copies, and what keeping them equal to their homes costs."""
+def _static(plan: StepPlan) -> tuple[int, int | None, int | None, int | None, int | None]:
+    """Static copies, what keeping them equal to their homes costs, and their memory on a rank."""
     copies = int((plan.static_slot_expert_LGX >= 0).sum())
+    layers, _, slots = plan.static_slot_expert_LGX.shape
     weight_bytes = plan.shape.expert_bytes
-    gradient_bytes = None if weight_bytes is None else weight_bytes // plan.shape.item_bytes * 4
     refreshes = None
     if copies == 0:
         refreshes = 0
     elif set(plan.loads) == set(plan.passes):
         refreshes = sum(int(plan.static_refresh_M(name).sum()) for name in plan.passes)
-    push = _times(copies, weight_bytes) if copies else 0
-    return copies, refreshes, push, _times(copies, gradient_bytes) if copies else 0
+    if weight_bytes is None:
+        unknown = None if copies else 0
+        return copies, refreshes, unknown, unknown, None if slots else 0
+    gradient_bytes = weight_bytes // plan.shape.item_bytes * 4
+    memory = slots * (layers * (weight_bytes + gradient_bytes) + gradient_bytes)
+    return copies, refreshes, copies * weight_bytes, copies * gradient_bytes, memory
 
 
 class _PassFigures:

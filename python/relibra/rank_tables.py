@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from relibra.copy_lists import copy_lists
 from relibra.places import by_choice, compact, numbered
 from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
 from relibra_kernels.tables import SlotQuota, count_padded_rows, m_tiles
@@ -81,45 +82,6 @@ def slot_quota_of(
     )
 
 
-def copy_lists(
-    home_slot_expert_GH: np.ndarray,
-    replica_slot_expert_GS: np.ndarray,
-    replica_rows_GS: np.ndarray,
-    rank: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which weights this rank sends to replica slots, and which it receives.
-
-    Replica slots without rows are left out on both sides: nothing reads them.
-
-    Args:
-        home_slot_expert_GH: int32 ``[G, H]``.
-        replica_slot_expert_GS: int32 ``[G, S]``, -1 for a free slot.
-        replica_rows_GS: int64 ``[G, S]``, rows planned for each replica slot.
-        rank: this rank.
-
-    Returns:
-        ``push_list`` int32 ``[p, 3]`` = (home slot, destination rank, replica slot) and
-        ``pull_list`` int32 ``[q, 3]`` = (replica slot, home rank, home slot), both by ascending
-        (rank, slot) of the replica.
-
-    Example:
-        >>> push, pull = copy_lists(
-        ...     np.array([[0, 1], [2, 3]]), np.array([[3], [0]]), np.array([[5], [0]]), 1)
-        >>> push.tolist(), pull.tolist()
-        ([[1, 0, 0]], [])
-    """
-    num_home = home_slot_expert_GH.shape[1]
-    home_of_E = np.full(max(int(home_slot_expert_GH.max(initial=-1)) + 1, 1), -1, np.int64)
-    flat = home_slot_expert_GH.reshape(-1)
-    home_of_E[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
-    ranks, slots = np.nonzero((replica_slot_expert_GS >= 0) & (replica_rows_GS > 0))
-    home = home_of_E[replica_slot_expert_GS[ranks, slots]]
-    home_rank, home_slot = home // num_home, home % num_home
-    push = np.stack([home_slot, ranks, slots], 1)[home_rank == rank]
-    pull = np.stack([slots, home_rank, home_slot], 1)[ranks == rank]
-    return torch.from_numpy(push.astype(np.int32)), torch.from_numpy(pull.astype(np.int32))
-
-
 @dataclasses.dataclass(frozen=True)
 class SourceRoute:
     """Host integers of one (pass, micro-batch, layer) on one rank.
@@ -131,6 +93,7 @@ class SourceRoute:
         push_list, pull_list: see :func:`copy_lists`.
         relay_rows_NP: rows that pass this rank in a two-hop dispatch, None without one; see
             `relibra.hop_splits`.
+        num_static: X, static slots among the n.
     """
 
     quota: SlotQuota
@@ -140,6 +103,7 @@ class SourceRoute:
     push_list: torch.Tensor
     pull_list: torch.Tensor
     relay_rows_NP: np.ndarray | None = None
+    num_static: int = 0
 
     @classmethod
     def build(
@@ -150,19 +114,28 @@ class SourceRoute:
         rank: int,
         block_rows: int,
         hops: HopRanks | None = None,
+        *,
+        static_slot_expert_GX: np.ndarray | None = None,
+        rank_to_node_G: np.ndarray | None = None,
     ) -> SourceRoute:
         """Derive one rank's view from quotas that every rank holds.
 
         Args:
             layout: home of every expert.
             replica_slot_expert_GS: int32 ``[G, S]``, -1 for a free slot.
-            quota_GS: int32 ``[G, G*(H+S)]``, rows of each source rank in each slot.
+            quota_GS: int32 ``[G, G*(H+X+S)]``, rows of each source rank in each slot.
             rank: this rank.
             block_rows: rows of a GEMM tile.
             hops: place in a two-hop dispatch, None without one.
+            static_slot_expert_GX: int32 ``[G, X]``, -1 for a free slot; None without.
+            rank_to_node_G: int32 ``[G]``, needed with static slots.
         """
         num_ranks, num_home = layout.home_slot_expert_GH.shape
-        slot_expert = np.concatenate([layout.home_slot_expert_GH, replica_slot_expert_GS], 1)
+        if static_slot_expert_GX is None:
+            static_slot_expert_GX = np.zeros((num_ranks, 0), np.int32)
+        num_static = static_slot_expert_GX.shape[1]
+        families = layout.home_slot_expert_GH, static_slot_expert_GX, replica_slot_expert_GS
+        slot_expert = np.concatenate(families, 1)
         quota = slot_quota_of(
             slot_expert.reshape(-1),
             quota_GS,
@@ -174,7 +147,12 @@ class SourceRoute:
         by_rank_GG = quota_GS.reshape(num_ranks, num_ranks, -1).sum(2)
         slot_rows_Gn = quota_GS.sum(0, dtype=np.int64).reshape(num_ranks, -1)
         push_list, pull_list = copy_lists(
-            layout.home_slot_expert_GH, replica_slot_expert_GS, slot_rows_Gn[:, num_home:], rank
+            layout.home_slot_expert_GH,
+            replica_slot_expert_GS,
+            slot_rows_Gn[:, num_home + num_static :],
+            rank,
+            static_slot_expert_GX,
+            rank_to_node_G,
         )
         return cls(
             quota=quota,
@@ -184,6 +162,7 @@ class SourceRoute:
             push_list=push_list,
             pull_list=pull_list,
             relay_rows_NP=None if hops is None else hops.through_here(by_rank_GG),
+            num_static=num_static,
         )
 
     @classmethod
@@ -250,6 +229,7 @@ class LayerTables:
         mtile_B4: int32 ``[B, 4]``, tiles of the grouped GEMM.
         push_list, pull_list: see :func:`copy_lists`.
         hops: of a two-hop dispatch, None where tokens travel directly.
+        num_static: X, static slots that the tiles were made for.
     """
 
     num_tokens: int
@@ -272,6 +252,7 @@ class LayerTables:
     push_list: torch.Tensor
     pull_list: torch.Tensor
     hops: HopPaths | None = None
+    num_static: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -321,6 +302,7 @@ class LayerTables:
             token_to_return = hops.token_to_return_TJ
             token_choice_to_row = hops.token_choice_to_row_UK
         num_rows = count_padded_rows(source.slot_rows_n, block_rows)
+        tiles = m_tiles(source.slot_rows_n, num_home, block_rows, source.num_static)
         row_to_token, row_to_choice = torch.ops.relibra.build_rows(
             token_choice_to_row, num_rows, backend
         )
@@ -341,8 +323,9 @@ class LayerTables:
             row_to_token_R=row_to_token,
             row_to_choice_R=row_to_choice,
             slot_rows_n=source.slot_rows_n,
-            mtile_B4=m_tiles(source.slot_rows_n, num_home, block_rows).to(place, non_blocking=True),
+            mtile_B4=tiles.to(place, non_blocking=True),
             push_list=source.push_list,
             pull_list=source.pull_list,
             hops=None if hops is None else hops.paths,
+            num_static=source.num_static,
         )

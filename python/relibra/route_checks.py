@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from relibra.dispatch_rows import DispatchRows
+from relibra.live_routes import LIVE_MODES
 from relibra.load_matrix import LoadMatrix
+from relibra_kernels.checks import check_choice
 from relibra_kernels.errors import PlanError
 
 if TYPE_CHECKING:
@@ -90,4 +92,34 @@ def check_against_plan(
                 f"routes[{name!r}]: micro-batch {m}, layer {plan.shape.moe_layers[layer]}"
                 f", expert {expert}: the plan was made for {planned[m, layer, expert]} rows of "
                 f"this rank, the routes hold {mine[m, layer, expert]}"
+            )
+
+
+def check_modes(
+    unknown_rows: str,
+    live_passes: Mapping[str, str],
+    routes: Mapping[str, Sequence[DispatchRows]],
+    plan: StepPlan,
+) -> None:
+    """Refuses modes of `relibra.live_routes` that do not exist or do not fit the passes.
+
+    Args:
+        unknown_rows: mode of micro-batches with rows that follow the live router.
+        live_passes: pass -> mode, for passes without recorded routing.
+        routes: from `checked_routes`.
+        plan: of the step.
+
+    Raises:
+        TypeError, ValueError: an unknown mode.
+        PlanError: a live pass with routes, or one that the plan does not have but needs.
+    """
+    check_choice("unknown_rows", unknown_rows, LIVE_MODES)
+    for name, mode in live_passes.items():
+        check_choice(f"live_passes[{name!r}]", mode, LIVE_MODES)
+        if name in routes:
+            raise PlanError(f"live_passes: need passes without routes, got {name!r} in both")
+        if mode == "fraction" and name not in plan.passes:
+            raise PlanError(
+                f"live_passes: need a pass of the plan for mode 'fraction', one of "
+                f"{sorted(plan.passes)}, got {name!r}"
             )

@@ -7,18 +7,17 @@ layout of its own), ``GroupMovers`` moves the data of one use of one layer.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from relibra import logical_state
-from relibra.agreement import agree, gather_tensor, own_group, stack_loads, wire_device
+from relibra.agreement import agree, gather_tensor, stack_loads, wire_device
 from relibra.attachment import Attachment
 from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
-from relibra.dispatcher import Dispatcher, hop_ranks
+from relibra.dispatcher import hop_ranks
 from relibra.movers import ReplicaBuffers
 from relibra.planner.problem import make_problem
+from relibra.runtime_groups import RuntimeGroups
+from relibra.runtime_state import RuntimeState
+from relibra.runtime_transport import TRANSPORTS
 from relibra.runtime_warmup import RuntimeWarmup
 from relibra.sharded_planning import plan_sharded
 from relibra.step import TrainingStep
@@ -29,11 +28,12 @@ from relibra_kernels.errors import PlanError, ReplicaSyncError
 from relibra_kernels.ops.backend import BACKENDS
 from relibra_kernels.ops.gemm_launch import default_block_rows
 from relibra_kernels.transport.group import Ranks
-from relibra_kernels.transport.replica import DistReplica
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
+    import torch.distributed as dist
     from torch import nn
 
     from relibra.cost_model import CostModel
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
     from relibra.shape import ModelShape
     from relibra.token_sample import TokenSample
 
-TRANSPORTS = ("auto", "dist")
 
-
-class Runtime(RuntimeWarmup):
+class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
     """Balanced training on one EP group.
 
     Args:
         group: the process group of expert parallelism; None is a group of one rank.
         topology: node and rail of every rank; None puts all ranks on one node.
         replica_slots: S, replica slots a rank; plans may use fewer, not more.
-        transport: ``"dist"`` moves replicas with ``torch.distributed``; ``"auto"`` takes the best
-            that works, which today is ``"dist"``.
+        transport: ``"dist"`` moves replicas with ``torch.distributed``; ``"cpu_shm"`` through
+            shared memory between the processes of a node, on the CPU; ``"auto"`` takes the best
+            that works without being asked for, which today is ``"dist"``.
         combine: ``"reduced"`` sums rows at each destination before they return; ``"exact"``
             returns every row, so that outputs are bitwise independent of the plan.
         grad_mode: ``"returned"`` gives weight gradients to autograd; ``"main_grad"`` adds them to
-            ``param.main_grad`` (fp32).
+            ``param.main_grad`` (fp32). Those of static copies come when a step is left, to
+            ``param.grad`` and ``param.main_grad``.
         block_rows: rows of a GEMM tile; every slot's rows are padded to it. None takes what the
             kernels of this rank's device need (16 on the CPU).
         kernels: ``"auto"`` runs Triton kernels on CUDA and the references on the CPU,
@@ -115,18 +115,11 @@ class Runtime(RuntimeWarmup):
             raise ValueError(
                 f"topology: need {self.num_ranks} ranks as in the group, got {self.topology}"
             )
-        hops = hop_ranks(dispatch, self.topology, self.rank)
-        self.group, self.timeout_s, self.dispatch = group, timeout_s, dispatch
-        self._owns_group = group is not None and timeout_s is not None
-        if group is not None and timeout_s is not None:
-            self.group = own_group(group, timeout_s)
-        self.checks_order = self.group is not None and dist.get_backend(self.group) == "gloo"
-        self.dispatcher = Dispatcher(self.group, hops, timeout_s)
-        self.replicas = DistReplica(self.group)
-        self.failure: Exception | None = None
+        hop_ranks(dispatch, self.topology, self.rank)  # refuses what cannot be
+        self.transport, self.dispatch, self.timeout_s = transport, dispatch, timeout_s
         self.attachments: dict[str, Attachment] = {}
         self.buffers, self.table_memory = ReplicaBuffers(self.replica_slots), TableMemory()
-        self._closed = False
+        self._connect(group)
 
     # -- models ------------------------------------------------------------------------------
 
@@ -147,19 +140,20 @@ class Runtime(RuntimeWarmup):
             ValueError: no MoE layer, two with one number, a name in use, or a layer that is
                 attached already, sharded for another group or not in identity layout.
         """
-        self._require_open()
+        self.require_open()
         if name in self.attachments:
             raise ValueError(f"name: {name!r} is attached already; need a new name")
         attachment = Attachment(self, model, optimizer, name)
         for moe in attachment.layers.values():
             slots = moe.expert_weights.slots()
-            self.buffers.weights(slots)
-            self.buffers.grads(slots)
+            self._prepare(slots)
         self.attachments[name] = attachment
 
     def detach(self, name: str) -> None:
         """Forget a model; its layers keep their weights where they are."""
         self.attachment(name).release()
+        self.table_memory.forget_model(name)
+        self.forget_hooks(name)
         del self.attachments[name]
 
     def attachment(self, name: str | None = None) -> Attachment:
@@ -169,7 +163,7 @@ class Runtime(RuntimeWarmup):
             ValueError: there is no such model.
             RuntimeError: the runtime was closed, or a collective of it failed.
         """
-        self._require_open()
+        self.require_open()
         known = list(self.attachments)
         chosen = name if name is not None else (known[0] if known else None)
         if chosen is None or chosen not in self.attachments:
@@ -213,7 +207,7 @@ class Runtime(RuntimeWarmup):
             PlanError: the ranks differ in M, L, E or optimizer steps; on every rank.
             ReplicaSyncError: a rank did not take part in time.
         """
-        self._require_open()
+        self.require_open()
         fault = PlanError("loads: need one rank's own counts") if loads.is_gathered else None
         micro_batches, layers, _, experts = loads.rows_MLGE.shape
         facts = {"number of micro-batches": micro_batches, "MoE layers": layers, "experts": experts}
@@ -254,7 +248,7 @@ class Runtime(RuntimeWarmup):
             PlanError: arguments are wrong or differ, or a rank could not plan; on every rank.
             ReplicaSyncError: a rank did not plan in time.
         """
-        self._require_open()
+        self.require_open()
         rest = (config, None, cost_model, token_sample)
         with self.noting_failure():
             return plan_sharded(
@@ -297,57 +291,6 @@ class Runtime(RuntimeWarmup):
         attachment = self.attachment(model)
         return TrainingStep(attachment, plan, routes, optimizer_step, unknown_rows, live_passes)
 
-    # -- state in expert order ---------------------------------------------------------------
-
-    def logical_state_dict(
-        self, module: nn.Module | None = None, model: str | None = None
-    ) -> dict[str, Any]:
-        """State dict with whole expert tensors ``[E, ...]`` in expert order; collective.
-
-        Args:
-            module: part of the attached model, by default all of it.
-            model: name of the attached model, by default the first.
-
-        Raises:
-            ValueError: ``module`` holds MoE layers of another model.
-        """
-        attachment = self.attachment(model)
-        target = attachment.part(module)
-        return logical_state.to_logical(target, attachment.layouts_by_layer(), self.group)
-
-    def load_logical_state_dict(
-        self, module: nn.Module | None, state: dict[str, Any], model: str | None = None
-    ) -> None:
-        """Load a state in expert order, saved under any layout and any number of ranks.
-
-        Args:
-            module: part of the attached model, None for all of it.
-            state: from `logical_state_dict` of the same part.
-            model: name of the attached model, by default the first.
-
-        Raises:
-            ValueError: ``module`` holds MoE layers of another model, or an expert tensor is
-                missing or of another size.
-        """
-        attachment = self.attachment(model)
-        target = attachment.part(module)
-        logical_state.from_logical(target, state, attachment.layouts_by_layer(), self.rank)
-
-    def export_experts(
-        self, layer: int, model: str | None = None
-    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """``(expert, tensors)`` of a layer in expert order; collective."""
-        attachment = self.attachment(model)
-        moe, layout = attachment.layer_of(layer), attachment.layouts_by_layer()[layer]
-        return logical_state.iterate_experts(moe, layout, self.group)
-
-    def gather_experts(
-        self, local_H: torch.Tensor, layer: int, model: str | None = None
-    ) -> torch.Tensor:
-        """A gradient or moment ``[H, ...]`` of a layer as ``[E, ...]`` by expert; collective."""
-        layout = self.attachment(model).layouts_by_layer()[layer]
-        return logical_state.gather_experts(local_H, layout, self.group)
-
     # -- collectives -------------------------------------------------------------------------
 
     def agree(self, facts: Mapping[str, int], *, what: str, fault: Exception | None = None) -> None:
@@ -367,15 +310,9 @@ class Runtime(RuntimeWarmup):
             yield
         except ReplicaSyncError as error:
             self.failure = error
+            if self.domain_sync is not None:
+                self.domain_sync.abort()
             raise
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the runtime is closed; make a new one")
-        if self.failure is not None:
-            raise RuntimeError(
-                f"the runtime failed before ({self.failure}); make a new one"
-            ) from self.failure
 
     def close(self) -> None:
         """Forget models and buffers; a second call does nothing."""
@@ -385,11 +322,7 @@ class Runtime(RuntimeWarmup):
         for attachment in self.attachments.values():
             attachment.release()
         self.attachments.clear()
-        self.buffers.clear()
-        self.table_memory.clear()
-        if self.failure is None and dist.is_initialized():
-            for group in (*self.dispatcher.groups(), *([self.group] * self._owns_group)):
-                dist.destroy_process_group(group)
+        self._disconnect()
 
     def __enter__(self) -> Runtime:
         """The runtime itself; closed at the end of the block."""

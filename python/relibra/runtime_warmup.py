@@ -24,16 +24,18 @@ class RuntimeWarmup:
     dispatcher: Dispatcher
     attachments: dict[str, Attachment]
 
-    def warmup(self, top_k: int) -> list[WarmupReport]:
+    def warmup(self, top_k: int, static_slots: int = 0) -> list[WarmupReport]:
         """Compiles every kernel that the attached layers launch; a step then compiles nothing.
 
         Not collective. On the CPU there is nothing to compile, and the reports say so.
 
         Args:
             top_k: K, choices a token.
+            static_slots: X of the plans to come; kernels without static slots, as for rows of the
+                live router, are compiled too.
 
         Returns:
-            One report a kind of layer.
+            One report a kind of layer and number of static slots.
 
         Raises:
             TypeError, ValueError: a layer whose sizes, dtype or device no kernel has.
@@ -47,14 +49,15 @@ class RuntimeWarmup:
             [0]
         """
         check_int("top_k", top_k, minimum=1)
+        slots = sorted({0, check_int("static_slots", static_slots, minimum=0)})
         layers = [moe for one in self.attachments.values() for moe in one.layers.values()]
-        kinds = {(self._spec(moe, top_k), moe.w13.device) for moe in layers}
+        kinds = {(self._spec(moe, top_k, num), moe.w13.device) for moe in layers for num in slots}
         return [
             warmup(spec, device=device, backend=self.kernels, block_rows=self.block_rows)
             for spec, device in sorted(kinds, key=repr)
         ]
 
-    def _spec(self, moe: BalancedMoE, top_k: int) -> LayerSpec:
+    def _spec(self, moe: BalancedMoE, top_k: int, num_static: int) -> LayerSpec:
         options, shape = moe.options, moe.w13.shape
         widths = {min(top_k, self.num_ranks)}
         if self.dispatcher.ranks is not None:  # to and from relay ranks
@@ -65,6 +68,7 @@ class RuntimeWarmup:
             expert_size=options.expert_size(tuple(shape[1:])),
             top_k=top_k,
             num_home=len(moe.w13),
+            num_static=num_static,
             num_replica=self.replica_slots,
             num_ranks=self.num_ranks,
             return_widths=tuple(sorted(widths)),

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from relibra.hop_splits import Splits, count_tokens, cross_node_tokens
-from relibra.live_routes import LIVE_MODES
 from relibra.rank_tables import SourceRoute
-from relibra.route_checks import Routes, check_against_plan, checked_routes
+from relibra.route_checks import Routes, check_against_plan, check_modes, checked_routes
+from relibra.static_slots import num_static
 from relibra.step_tables import StepTables
 from relibra.use import Use, check_same_ids
-from relibra_kernels.checks import check_choice, check_int
+from relibra_kernels.checks import check_int
 from relibra_kernels.errors import PlanError
 from relibra_kernels.ops.backend import raise_device_errors
 
@@ -39,12 +39,15 @@ class TrainingStep:
     """Context of one optimizer step; made by ``runtime.step(...)``.
 
     Entering agrees with all ranks on plan, counts and micro-batches, moves experts if the plan's
-    layout is new, and exchanges the token counts of every micro-batch. Leaving it checks that all
-    ranks got as far; only then may the optimizer run.
+    layout is new, exchanges the token counts of every micro-batch, and sends weights to the static
+    copies. Leaving it checks that all ranks got as far and adds the gradients of static copies to
+    those of their homes (`relibra.static_slots`); only then may gradients be clipped or reduced
+    over data-parallel ranks, and the optimizer run.
 
     Attributes:
         cross_node_tokens: with ``dispatch="two_hop"``, tokens that cross between nodes in one
             dispatch of every replayed use, over all ranks: flat, and over two hops.
+        static_sent_bytes: of weights that this rank sent to static copies when it entered.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class TrainingStep:
         self._given_routes = routes
         self.routes: dict[str, list[DispatchRows]] = {}
         self.num_uses, self.moved_experts, self.moved_bytes = 0, 0, 0
-        self.cross_node_tokens = (0, 0)
+        self.cross_node_tokens, self.static_sent_bytes = (0, 0), 0
+        self._what = f"optimizer step {optimizer_step} of model {attachment.name!r}"
         self._order = 0  # CRC-32 over the executed stages, in order
         self._open_stages: list[str] = []  # handles of `relibra.stages` that wait for their use
         self._sources: dict[tuple[str, int, int], SourceRoute] = {}
@@ -88,12 +92,12 @@ class TrainingStep:
             self._check_routes()
         except Exception as error:  # whatever it is, the peers must hear of it
             fault = error
-        what = f"optimizer step {self.optimizer_step} of model {attachment.name!r}"
-        self.runtime.agree(self._facts(), what=what, fault=fault)
+        self.runtime.agree(self._facts(), what=self._what, fault=fault)
         if self.plan.layouts != attachment.layout:
             self.moved_experts, self.moved_bytes = attachment.migrate(self.plan.layouts)
         attachment.plan_hash = self.plan.hash
         self._exchange_counts()
+        self.static_sent_bytes = attachment.static.send_weights(self.plan, self._what)
         attachment.active, self._open = self, True
         return self
 
@@ -115,16 +119,26 @@ class TrainingStep:
         self.attachment.forget_tasks()
         unfinished = RuntimeError(self._open_stages[0]) if self._open_stages else None
         self._open_stages.clear()
+        static = self.attachment.static
         if error is not None:
+            static.forget_sums()
+            self.runtime.forget_replicas()
             return
+        replicas = self.runtime.replica_fault()
         self.runtime.agree(
             {
                 "number of executed layers": self.num_uses,
                 "order of executed passes, micro-batches and layers (CRC-32)": self._order,
             },
             what=f"end of optimizer step {self.optimizer_step}",
-            fault=self.runtime.failure or unfinished or self._device_fault(),
+            fault=self.runtime.failure
+            or replicas
+            or unfinished
+            or self._device_fault()
+            or static.fault(),
         )
+        if static.return_grads(self._what):
+            self.runtime.agree({}, what=f"{self._what}: gradients of static copies are home")
 
     def _device_fault(self) -> Exception | None:
         """What kernels of this step found wrong; the only device sync of a step on CUDA."""
@@ -202,7 +216,7 @@ class TrainingStep:
             layer: decoder layer number.
 
         Returns:
-            int32 ``[T, K]`` slot ids ``rank * (H + S) + slot``; -1 stays -1.
+            int32 ``[T, K]`` slot ids ``rank * (H + X + S) + slot``; -1 stays -1.
         """
         use = self._current(layer)
         index = self.attachment.layer_index(layer)
@@ -234,6 +248,14 @@ class TrainingStep:
     def tables(self, use: Use, index: int, ids_TK: torch.Tensor) -> LayerTables:
         """Tables of one use of one layer, see `relibra.step_tables`; may be collective."""
         return self._tables.get(use, index, ids_TK)
+
+    def built_tables(self, use: Use, index: int) -> LayerTables | None:
+        """Tables that are there already, for their host integers; None without."""
+        return self._tables.built(use, index)
+
+    def num_micro_batches(self, pass_: str) -> int:
+        """Micro-batches of a pass in this optimizer step; 0 for one without recorded routing."""
+        return len(self._micro_batches(pass_)) if pass_ in self.routes else 0
 
     def note(self, stage: str, use: Use, layer: int, detail: str = "") -> None:
         """A layer begins a stage; all ranks must do the same in the same order.
@@ -299,6 +321,8 @@ class TrainingStep:
                 self.runtime.rank,
                 self.runtime.block_rows,
                 self.runtime.dispatcher.ranks,
+                static_slot_expert_GX=replica.static_slot_expert_GX,
+                rank_to_node_G=self.plan.topology.rank_to_node_G,
             )
         return self._sources[key]
 
@@ -316,26 +340,15 @@ class TrainingStep:
             ),
             "number of micro-batches": sum(len(rows) for rows in self.routes.values()),
             "modes of live passes (CRC-32)": zlib.crc32(repr(self._live_options()).encode()),
+            "static slots a rank": num_static(self.plan),
             "plan hash": int(getattr(self.plan, "hash", "0")[:15], 16),
         }
 
     def _live_options(self) -> tuple[str, list[tuple[str, str]]]:
         return self.unknown_rows, sorted(self.live_passes.items())
 
-    def _check_live_passes(self) -> None:
-        check_choice("unknown_rows", self.unknown_rows, LIVE_MODES)
-        for name, mode in self.live_passes.items():
-            check_choice(f"live_passes[{name!r}]", mode, LIVE_MODES)
-            if name in self.routes:
-                raise PlanError(f"live_passes: need passes without routes, got {name!r} in both")
-            if mode == "fraction" and name not in self.plan.passes:
-                raise PlanError(
-                    f"live_passes: need a pass of the plan for mode 'fraction', one of "
-                    f"{sorted(self.plan.passes)}, got {name!r}"
-                )
-
     def _check_routes(self) -> None:
-        self._check_live_passes()
+        check_modes(self.unknown_rows, self.live_passes, self.routes, self.plan)
         if not self.routes and not self.live_passes:
             raise PlanError("routes: need at least one pass, got none")
         check_against_plan(self.routes, self.plan, self.runtime.rank)

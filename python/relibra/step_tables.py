@@ -48,6 +48,16 @@ class StepTables(TableRing):
             sizes.append(set_bytes(source, (splits.send, splits.recv), shape, block))
         self.memory.reserve(max(sizes))
 
+    def built(self, use: Use, index: int) -> LayerTables | None:
+        """Tables of a use of a layer, whose host integers can be read; None before they are there.
+
+        Args:
+            use: with tables.
+            index: place among the MoE layers.
+        """
+        found = self._built.get((use.pass_, use.micro_batch, index))
+        return None if found is None else found.tables
+
     def to_build(self, use: Use, index: int) -> list[int]:
         """Layers whose tables the forward of a layer builds: its own, and those of the next."""
         is_certain = use.mode == "exact" and torch._C._current_graph_task_id() < 0

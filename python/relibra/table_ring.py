@@ -131,6 +131,11 @@ class TableMemory:
         """What the launches of a layer remember of its weights."""
         return self._layers.setdefault((model, index), WeightCache())
 
+    def forget_model(self, model: str) -> None:
+        """Drops what is remembered of the layers of a detached model."""
+        for key in [key for key in self._layers if key[0] == model]:
+            del self._layers[key]
+
     def forget_weights(self) -> None:
         """Lets hosts free the storage of their weights, between steps."""
         for cache in self._layers.values():

@@ -65,9 +65,9 @@ class Use:
         ids = self._checked_ids(step.ids(self, index), expert_ids, num_tokens, what)
         step.attachment.note_recompute(self, layer)
         step.note("forward", self, layer)
-        runtime = step.runtime
+        runtime, tables = step.runtime, step.tables(self, index, ids)
         return MoEHandle(
-            tables=step.tables(self, index, ids),
+            tables=tables,
             movers=step.attachment.movers(self, index),
             what=what,
             combine=runtime.combine,
@@ -75,6 +75,7 @@ class Use:
             block_rows=runtime.block_rows,
             kernels=runtime.kernels,
             key=(step.attachment.name, step.optimizer_step, self.pass_, self.micro_batch, layer),
+            **step.attachment.static.of(index, tables.num_static),
         )
 
     def _checked_ids(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from relibra.expert_weights import Field, SlotList, as_list
+from relibra.expert_weights import Field, SlotList, as_list, joined_slots
 from relibra_kernels.ops import direct_ops
 from relibra_kernels.reference.combine import accumulation_dtype
 
@@ -88,9 +88,11 @@ def weight_grads(
         if is_wanted
     }
     _compute(grads, operands, handle, call.options, accumulate_home=into_main)
+    # Sums of the optimizer step first: replicas of static copies add to them, maybe later.
+    static = {} if handle.static_copies is None else handle.static_copies.add(grads)
     handle.movers.reduce(
-        tuple(one.replica for one in grads.values()),
-        tuple(one.slots for one in grads.values()),
+        {name: one.replica for name, one in grads.items()},
+        {name: joined_slots(one.slots, static.get(name)) for name, one in grads.items()},
         handle.tables,
         handle.what,
     )

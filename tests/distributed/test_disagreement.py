@@ -131,7 +131,10 @@ def test_a_rank_that_leaves_a_step():
 
 def test_parameters_of_the_runtime_are_checked():
     for options, message in (
-        ({"transport": "nvshmem"}, "transport: need one of 'auto', 'dist', got 'nvshmem'"),
+        (
+            {"transport": "nvshmem"},
+            "transport: need one of 'auto', 'dist', 'cpu_shm', got 'nvshmem'",
+        ),
         ({"combine": "sum"}, "combine: need one of"),
         ({"grad_mode": "bf16"}, "grad_mode: need one of"),
         ({"topology": relibra.Topology(2, 4)}, "topology: need 1 ranks"),

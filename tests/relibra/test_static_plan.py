@@ -179,9 +179,12 @@ def test_copies_are_refreshed_at_the_first_micro_batch_of_every_optimizer_step()
     assert (report.static_copies, report.static_refreshes) == (copies, 4)
     assert report.static_push_bytes == copies * parameters * 2  # bfloat16 weights
     assert report.static_return_bytes == copies * parameters * 4  # fp32 gradients
+    # Of two layers with two slots: weights and sums of gradients; gradients of one layer.
+    assert report.static_memory_bytes == 2 * parameters * (2 * (2 + 4) + 4)
     without = random_plan(2, static_slots=0)
     assert not without.static_refresh_M("train").any()
     assert without.report.static_refreshes == without.report.static_push_bytes == 0
+    assert without.report.static_memory_bytes == 0
 
 
 def test_the_steps_of_a_plan_without_loads_are_unknown(tmp_path: Path) -> None:
