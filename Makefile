@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | format | native | aot | bench | clean  (CONTRIBUTING.md says more)
+# make setup | demo | test | slow | lint | format | native | aot | bench | clean (CONTRIBUTING.md)
 # Variables: PYTHON (3.11 or newer), CXX, JOBS (test processes), TORCH and TRITON (what to install),
 # TRITON_PATH and AOT_OUT (aot: folder of another Triton, file of results),
 # and the build options RELIBRA_CUDA, RELIBRA_NVSHMEM, RELIBRA_CUDA_ARCHS.
@@ -14,11 +14,11 @@ PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 NATIVE := build/native
-CPP := $(wildcard cuda/*/*.cpp cuda/*/*.hpp cuda/*/*.h cuda/*/*.cu cuda/*/*.cuh)
+CPP := $(wildcard $(foreach kind,cpp hpp h cu cuh,cuda/*/*.$(kind) cuda/*/*/*.$(kind)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format native aot bench clean
+.PHONY: help setup demo test slow lint format native aot bench clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -63,6 +63,10 @@ demo: setup
 test: lint
 	@$(PY) -m pytest -q -n $(JOBS) --dist loadgroup
 
+# Tests that are too long for every run: the whole fault matrix, 10,000 uses a schedule, inductor.
+slow: setup
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadgroup -m slow
+
 lint: setup
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { \
@@ -87,6 +91,6 @@ bench: setup
 
 clean:
 	rm -rf build dist $(VENV) python/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f relibra_kernels/*.so relibra_kernels/_build_info.json
+	rm -f relibra_kernels/*.so relibra_kernels/*.fatbin relibra_kernels/_build_info.json
 	find cuda perf python relibra_kernels tests triton_ops -name __pycache__ -prune \
 	  -exec rm -rf {} + 2>/dev/null || true
