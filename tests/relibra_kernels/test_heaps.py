@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lost_rank import survivors_tell
+from shared_memory import SHM, leaked_segments
 
 from relibra_kernels.errors import ReplicaSyncError
 from relibra_kernels.testing.launch import run_ranks
@@ -24,7 +25,6 @@ from relibra_kernels.transport.heap_cpu_shm import CpuShmHeap
 from relibra_kernels.transport.heap_local import LocalHeap
 from relibra_kernels.transport.symmetric_heap import Arena, SymmetricHeap
 
-SHM = Path("/dev/shm")
 WORLDS = [("cpu_shm", 4), ("local", 8)]
 NBYTES = 8192
 
@@ -63,14 +63,10 @@ def memory(address, nbytes):
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def segments():
-    return sorted(path.name for path in SHM.glob("relibra-*"))
-
-
 def footprint():
     """Descriptors and shared mappings of this process."""
     maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("relibra-"), segments()
+    return len(os.listdir("/proc/self/fd")), maps.count("relibra-"), leaked_segments()
 
 
 contract = pytest.mark.parametrize(("provider", "num_ranks"), WORLDS)
@@ -215,7 +211,7 @@ def test_comm_08_every_rank_hears_of_exhausted_shared_memory():
         assert "creating shared memory: failed on rank(s) [0, 1, 2] of 3" in told
         assert f"no shared memory of {2**50} bytes in /dev/shm (No space left on device; " in told
         assert "bytes free): make it larger (containers: --shm-size)" in told
-    assert segments() == []
+    assert leaked_segments() == []
 
 
 def test_a_fault_of_one_rank_reaches_all(tmp_path):
@@ -226,7 +222,7 @@ def test_a_fault_of_one_rank_reaches_all(tmp_path):
     for told in run_ranks(3, fn):
         assert "creating shared memory: failed on rank(s) [2] of 3; rank 2: OSError: no sh" in told
         assert "(No such file or directory; 0 bytes free)" in told
-    assert segments() == []
+    assert leaked_segments() == []
 
 
 def test_ranks_that_share_no_memory(tmp_path):
@@ -251,7 +247,7 @@ def test_comm_02_a_rank_that_never_comes_is_named_by_all(tmp_path):
     for rank, told in survivors_tell(3, 1, fn, tmp_path).items():
         text = f"alloc of a cpu_shm arena: rank {rank} of 3 waited 0.4 s in vain for rank(s) [1]"
         assert told.startswith(text), told
-    assert segments() == []
+    assert leaked_segments() == []
 
 
 @pytest.mark.parametrize("moment", ["before", "_create", "_map", "open"])
@@ -272,7 +268,7 @@ def test_a_killed_process_leaves_nothing(moment, tmp_path):
 
     for told in survivors_tell(3, 1, fn, tmp_path).values():
         assert told == "None" if moment == "open" else "in vain for rank(s) [1] (" in told, told
-    assert segments() == []
+    assert leaked_segments() == []
 
 
 def test_segments_of_a_run_that_was_killed_whole_are_removed(tmp_path):
@@ -334,7 +330,7 @@ def test_comm_03_exit_without_close_ends_the_process():
     )
     assert done.returncode == 0
     assert done.stderr.count("1 symmetric heap(s) still open (cpu_shm): call close()") == 1
-    assert segments() == []
+    assert leaked_segments() == []
 
 
 def test_an_arena_whose_base_is_elsewhere():
