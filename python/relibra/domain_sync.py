@@ -133,8 +133,15 @@ class DomainSync:
             like: field -> ``[H, ...]``.
 
         Raises:
+            ValueError: weights that are not on the CPU, whose memory no process can share.
             ReplicaSyncError: no memory, or a rank did not take part.
         """
+        for name, weight in like.items():
+            if weight.device.type != "cpu":
+                raise ValueError(
+                    f'transport: "cpu_shm" needs expert weights on the CPU, got {name} on '
+                    f'{weight.device}; use transport="dist"'
+                )
         key = _kind_key(like)
         if key in self._kinds:
             return

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from moe_world import Model, World, check, reference
 
 import relibra
+from relibra.domain_sync import DomainSync
 from relibra.testing.plans import random_layout
 from relibra_kernels.testing.launch import run_ranks
 
@@ -212,3 +213,10 @@ def test_what_is_no_plan_is_refused():
     runtime.attach(moe)
     with pytest.raises(TypeError, match="plan: need a StepPlan, got dict"), runtime.step({}, {}):
         pass
+
+
+def test_shared_memory_refuses_weights_that_are_not_on_the_cpu():
+    sync = DomainSync(lambda: pytest.fail("no heap is made"), (0, 1), 0, 1, timeout_s=1.0)
+    weights = {"w13": torch.empty(1, 4, 2, device="meta")}
+    with pytest.raises(ValueError, match=r'"cpu_shm" needs expert weights on the CPU, got w13 on'):
+        sync.prepare(weights)

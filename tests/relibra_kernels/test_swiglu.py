@@ -85,3 +85,17 @@ def test_bits_of_a_row_do_not_depend_on_its_place(activation, dtype):
     assert torch.equal(together, alone)
     if activation == SWIGLU:
         assert torch.equal(swiglu(h), torch.cat([swiglu(row[None]) for row in h]))
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    """Threads share out elements, not rows, so that a share may begin inside a row."""
+    h = 4 * torch.randn(20000, 80, generator=torch.Generator().manual_seed(2))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(swiglu(h))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
