@@ -28,7 +28,6 @@ NOT_COPIED = (
     "__pycache__",
     "_build_info.json",
 )
-pytestmark = pytest.mark.xdist_group("packaging")  # one process builds the wheel, once
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 

@@ -43,7 +43,8 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     wait_for_all(group, timeout_s, what)
     members = list(range(dist.get_world_size(group)))
     timeout = datetime.timedelta(seconds=timeout_s)
-    return _make_group(group, members, f"relibra-{_new_number(group, what):x}", timeout, what)
+    name = f"relibra-{_new_number(group, what):x}"
+    return _make_groups(group, [(members, name)], timeout, what)[0]
 
 
 def grid_groups(
@@ -69,10 +70,8 @@ def grid_groups(
     timeout = group_timeout(group)
     if timeout_s is not None:
         timeout = datetime.timedelta(seconds=timeout_s)
-    first, second = (
-        _make_group(group, part, f"relibra-{number:x}-{name}", timeout, what)
-        for part, name in zip(members, names, strict=True)
-    )
+    parts = [(part, f"relibra-{number:x}-{name}") for part, name in zip(members, names, strict=True)]
+    first, second = _make_groups(group, parts, timeout, what)
     return first, second
 
 
@@ -101,13 +100,29 @@ def node_group(
     timeout = group_timeout(group)
     if timeout_s is not None:
         timeout = datetime.timedelta(seconds=timeout_s)
-    return _make_group(group, list(members), f"relibra-{number:x}-{name}", timeout, what)
+    return _make_groups(group, [(list(members), f"relibra-{number:x}-{name}")], timeout, what)[0]
 
 
 def _new_number(group: dist.ProcessGroup, what: str) -> int:
     """The same random number on all ranks of a group."""
     mine = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
     return int(gather_tensor(mine, group, what)[0])
+
+
+def _make_groups(
+    group: dist.ProcessGroup,
+    parts: Sequence[tuple[list[int], str]],
+    timeout: datetime.timedelta | None,
+    what: str,
+) -> list[dist.ProcessGroup]:
+    """Groups over members of ``group`` with names of their own; all ranks have them on return.
+
+    A rank that were done with its group before a slower peer had connected would break the
+    connection that the peer still waits for.
+    """
+    made = [_make_group(group, members, name, timeout, what) for members, name in parts]
+    wait_for_all(group, None if timeout is None else timeout.total_seconds(), what)
+    return made
 
 
 def _make_group(
