@@ -70,7 +70,8 @@ def grid_groups(
     timeout = group_timeout(group)
     if timeout_s is not None:
         timeout = datetime.timedelta(seconds=timeout_s)
-    parts = [(part, f"relibra-{number:x}-{name}") for part, name in zip(members, names, strict=True)]
+    named = zip(members, names, strict=True)
+    parts = [(part, f"relibra-{number:x}-{name}") for part, name in named]
     first, second = _make_groups(group, parts, timeout, what)
     return first, second
 

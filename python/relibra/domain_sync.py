@@ -24,7 +24,6 @@ from relibra_kernels.reference.combine import accumulation_dtype
 from relibra_kernels.slot_layout import SlotLayout
 from relibra_kernels.transport.arena_layout import ArenaLayout
 from relibra_kernels.transport.replica_sync import ReplicaSync
-from relibra_kernels.transport.sync_engine import HostEngine
 from relibra_kernels.transport.sync_report import UseKey
 from relibra_kernels.transport.watchdog import Watchdog
 
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
 
     from relibra.rank_tables import LayerTables
     from relibra.use import Use
-    from relibra_kernels.transport.symmetric_heap import SymmetricHeap
+    from relibra_kernels.transport.symmetric_heap import Arena, SymmetricHeap
+    from relibra_kernels.transport.sync_engine import SyncEngine
     from relibra_kernels.transport.sync_items import Use as SyncUse
 
 Lists = tuple[torch.Tensor, torch.Tensor]
@@ -89,6 +89,7 @@ class DomainSync:
 
     Args:
         make_heap: makes a heap over the domain; collective there.
+        make_engine: runs the protocol over an arena of it.
         domain: EP ranks of the domain, ascending, more than one.
         rank: this EP rank.
         num_slots: S.
@@ -104,6 +105,7 @@ class DomainSync:
     def __init__(
         self,
         make_heap: Callable[[], SymmetricHeap],
+        make_engine: Callable[[Arena, ArenaLayout], SyncEngine],
         domain: tuple[int, ...],
         rank: int,
         num_slots: int,
@@ -117,7 +119,8 @@ class DomainSync:
         self.hooks: dict[tuple[str, int], LayerHooks] = {}
         self.log: list[tuple[str, UseKey]] | None = None
         self.direction = "forward"
-        self._make_heap, self._on_abort = make_heap, on_abort
+        self._make_heap, self._make_engine = make_heap, make_engine
+        self._on_abort = on_abort
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
         self._current: _Kind | None = None  # of the layer that runs
         self._reducing: dict[tuple[str, int], tuple[_Kind, Any]] = {}
@@ -150,7 +153,7 @@ class DomainSync:
         layout = ArenaLayout(weights, grads, len(self.domain), self.num_slots)
         heap = self._make_heap()
         arena = heap.alloc(layout.nbytes, self.generation)
-        engine = HostEngine(arena, layout, timeout_s=self.timeout_s)
+        engine = self._make_engine(arena, layout)
         sync = ReplicaSync(arena, layout, self.domain, self.rank, engine, timeout_s=self.timeout_s)
         self._kinds[key] = _Kind(heap, sync, Watchdog(sync, self._on_abort))
 

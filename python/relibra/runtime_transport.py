@@ -11,6 +11,7 @@ import torch.distributed as dist
 from relibra.agreement import group_timeout, node_group
 from relibra.domain_sync import DomainSync
 from relibra_kernels.transport.heap_cpu_shm import CpuShmHeap
+from relibra_kernels.transport.sync_engine import HostEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +68,7 @@ def make_domain_sync(
     seconds = float(timeout_s)
     return DomainSync(
         lambda: CpuShmHeap(members, timeout_s=seconds),
+        lambda arena, layout: HostEngine(arena, layout, timeout_s=seconds),
         domain,
         rank,
         num_slots,

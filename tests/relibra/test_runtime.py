@@ -216,7 +216,10 @@ def test_what_is_no_plan_is_refused():
 
 
 def test_shared_memory_refuses_weights_that_are_not_on_the_cpu():
-    sync = DomainSync(lambda: pytest.fail("no heap is made"), (0, 1), 0, 1, timeout_s=1.0)
+    def nothing(*_):
+        pytest.fail("no memory is made")
+
+    sync = DomainSync(nothing, nothing, (0, 1), 0, 1, timeout_s=1.0)
     weights = {"w13": torch.empty(1, 4, 2, device="meta")}
     with pytest.raises(ValueError, match=r'"cpu_shm" needs expert weights on the CPU, got w13 on'):
         sync.prepare(weights)
