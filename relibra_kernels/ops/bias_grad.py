@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 MUTATED = (
-    *("home_grad13", "static_grad13", "replica_grad13"),
-    *("home_grad2", "static_grad2", "replica_grad2"),
+    *("home_grad13", "replica_grad13", "home_grad2", "replica_grad2"),
+    *("static_grad13", "static_grad2"),
 )
 
 
@@ -40,15 +40,15 @@ def expert_bias_grad(
     slot_rows_n: Tensor,
     block_rows: int,
     home_grad13: Tensor | None,
-    static_grad13: Tensor | None,
     replica_grad13: Tensor | None,
     home_grad2: Tensor | None,
-    static_grad2: Tensor | None,
     replica_grad2: Tensor | None,
     accumulate_home: bool,
-    gated: bool = True,
-    interleaved: bool = False,
     backend: str = "auto",
+    static_grad13: Tensor | None = None,
+    static_grad2: Tensor | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
 ) -> None:
     """Gradients of both biases, into the caller's fp32 buffers; None where not wanted."""
     check_float_matrix("dy_UD", dy_UD)

@@ -143,7 +143,8 @@ def run(setup: Setup, backend: str, dtype: torch.dtype = torch.float32) -> dict[
         ]
         relibra.expert_bias_grad(
             dy, dh, source, None if at_a else score, torch.tensor(case.slot_rows),
-            case.block_rows, *db, setup.accumulate, setup.halves == 2, w13.interleaved, backend,
+            case.block_rows, db[0], db[2], db[3], db[5], setup.accumulate, backend, db[1], db[4],
+            w13.interleaved, setup.halves == 2,
         )  # fmt: skip
         pairs = w13.interleaved
         db13 = torch.cat([one for one in db[:3] if one is not None])

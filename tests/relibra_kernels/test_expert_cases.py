@@ -210,8 +210,7 @@ def test_kernel_13_no_tokens_give_empty_outputs_and_zero_gradients(backend):
     relibra.expert_wgrad(*operands, *grads, False, backend)
     db = [torch.full((n, w), torch.nan) for w in (2 * F, D) for n in (2, 1)]
     relibra.expert_bias_grad(
-        empty, found[3], none, found[5], rows, 16, db[0], None, db[1], db[2], None, db[3], False,
-        True, False, backend,
+        empty, found[3], none, found[5], rows, 16, *db, False, backend,
     )  # fmt: skip
     assert not any(bool(one.any()) for one in (*grads, *db))
 
