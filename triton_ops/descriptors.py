@@ -211,7 +211,8 @@ def _table_operands(weights: WeightSet, rows: int, columns: int, tma: bool) -> W
     view = weights.view(slots[0])
     if not aligned:
         raise ValueError(f"home: need tensors that start at multiples of {ALIGN_BYTES} bytes")
-    table = torch.tensor([x.data_ptr() for x in slots], dtype=torch.int64, device=view.device)
+    addresses = torch.tensor([x.data_ptr() for x in slots], dtype=torch.int64)
+    table = addresses.to(view.device, non_blocking=True)  # `device=` would wait for the stream
     use_tma = tma and weight_descriptor(view, rows, columns) is not None
     if use_tma and view.is_cuda:
         triton.set_allocator(_device_scratch)
