@@ -8,6 +8,7 @@ it looks at every number once and so is meant for host data.
 from __future__ import annotations
 
 import operator
+import os
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -230,6 +231,29 @@ def check_choice(name: str, value: Choice, options: Collection[Choice]) -> Choic
         need = ", ".join(repr(option) for option in options)
         raise ValueError(f"{name}: need one of {need}, got {value!r}")
     return value
+
+
+def check_process(what: str, process: int) -> None:
+    """Checks that the caller is no fork of the process that made something.
+
+    Threads and connections stay behind in that process: a fork would wait for them for ever.
+
+    Args:
+        what: names it in the message.
+        process: `os.getpid` of the process that made it.
+
+    Raises:
+        RuntimeError: another process; names both.
+
+    Example:
+        >>> check_process("the runtime", os.getpid())
+    """
+    here = os.getpid()
+    if here != process:
+        raise RuntimeError(
+            f"{what}: need process {process}, which made it and runs its threads, got process "
+            f"{here}, a fork of it; make a new one there"
+        )
 
 
 def _check_sizes(

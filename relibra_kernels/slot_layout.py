@@ -98,14 +98,15 @@ class SlotLayout:
         return SlotLayout.of({f.name: (dtypes[f.name], f.shape) for f in self.fields})
 
     def allocate(self, num_slots: int, device: torch.device) -> torch.Tensor:
-        """A zeroed buffer, uint8 ``[S, slot_bytes]``.
+        """A zeroed buffer, uint8 ``[S, slot_bytes]``; an ordinary tensor also in inference mode.
 
         Args:
             num_slots: S.
             device: where.
         """
         shape = (check_int("num_slots", num_slots, minimum=0), self.slot_bytes)
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=torch.uint8, device=device)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Field name -> ``[S, *shape]`` inside the buffer; every slot is contiguous.
@@ -123,9 +124,10 @@ class SlotLayout:
                 f"buffer: need a contiguous [S, {self.slot_bytes}], got {list(buffer.shape)} with "
                 f"strides {buffer.stride()}"
             )
-        return {
-            field.name: buffer[:, field.offset : field.offset + field.num_bytes]
-            .view(field.dtype)
-            .view(len(buffer), *field.shape)
-            for field in self.fields
-        }
+        with torch.inference_mode(False):  # there a view as another dtype is no ordinary tensor
+            return {
+                field.name: buffer[:, field.offset : field.offset + field.num_bytes]
+                .view(field.dtype)
+                .view(len(buffer), *field.shape)
+                for field in self.fields
+            }

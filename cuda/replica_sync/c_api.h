@@ -22,7 +22,7 @@
 #include <stdint.h>
 #endif
 
-#define RS_ABI_VERSION 1
+#define RS_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define RS_API __attribute__((visibility("default")))
@@ -127,10 +127,19 @@ RS_API int rs_reduce(const RsReduceItem* items, int n, const RsFault* fault, int
 
 /* rs_push by bulk copies (TMA; sm_90 and newer, else cudaErrorNotSupported), or by copy engines: no
  * SM, `items` are read on the host before the call returns, arrivals are not used, and the abort
- * word is not looked at: what is in the stream runs. The host library runs rs_push for both. */
+ * word is not looked at: what is in the stream runs. That does no harm: it writes replica slots and
+ * words of a generation that has failed on every rank, whose results no optimizer will use, and no
+ * more than the pushes that were submitted before the caller saw the error. The host library runs
+ * rs_push for both. */
 RS_API int rs_push_tma(const RsPushItem* items, int n, const RsFault* fault, int blocks,
                        void* stream);
 RS_API int rs_push_copy_engine(const RsPushItem* items, int n, const RsFault* fault, void* stream);
+
+/* The stream goes on when every word is at least `at_least`, as a signed 64-bit difference: a
+ * stream memory operation without SM, time-out or look at the abort word. Whoever watches it ends
+ * it by storing the words. rs_wait behind it tells what has come. `items` are read on the host
+ * before the call returns. The host library polls. */
+RS_API int rs_wait_values(const RsWaitItem* items, int n, void* stream);
 
 #endif
 

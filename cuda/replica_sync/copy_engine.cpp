@@ -1,6 +1,6 @@
-// Push by copy engines: one batch of peer copies, then the words as stream memory operations. No
-// kernel and no SM. Driver functions are looked up at run time, so the library loads without a
-// driver.
+// What needs no SM: push by copy engines, one batch of peer copies, then the words as stream memory
+// operations; and waits of a stream for words. Driver functions are looked up at run time, so the
+// library loads without a driver.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -58,6 +58,16 @@ int copy_all(const RsPushItem* items, int n, cudaStream_t stream) {
 #endif
 }
 
+int submit(std::vector<CUstreamBatchMemOpParams>& ops, cudaStream_t stream,
+           BatchMemOp batch_mem_op) {
+  for (size_t i = 0; i < ops.size(); i += kMaxOps) {
+    const auto count = static_cast<unsigned>(std::min(kMaxOps, ops.size() - i));
+    if (const CUresult status = batch_mem_op(stream, count, ops.data() + i, 0))
+      return kDriverCode + static_cast<int>(status);
+  }
+  return RS_OK;
+}
+
 int store_words(const RsPushItem* items, int n, cudaStream_t stream, BatchMemOp batch_mem_op) {
   std::vector<CUstreamBatchMemOpParams> ops;
   for (int i = 0; i < n; ++i) {
@@ -69,12 +79,18 @@ int store_words(const RsPushItem* items, int n, cudaStream_t stream, BatchMemOp 
     op.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after the copies, for every observer
     ops.push_back(op);
   }
-  for (size_t i = 0; i < ops.size(); i += kMaxOps) {
-    const auto count = static_cast<unsigned>(std::min(kMaxOps, ops.size() - i));
-    if (const CUresult status = batch_mem_op(stream, count, ops.data() + i, 0))
-      return kDriverCode + static_cast<int>(status);
+  return submit(ops, stream, batch_mem_op);
+}
+
+int wait_words(const RsWaitItem* items, int n, cudaStream_t stream, BatchMemOp batch_mem_op) {
+  std::vector<CUstreamBatchMemOpParams> ops(n);
+  for (int i = 0; i < n; ++i) {
+    ops[i].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+    ops[i].waitValue.address = reinterpret_cast<CUdeviceptr>(items[i].word);
+    ops[i].waitValue.value64 = items[i].at_least;
+    ops[i].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
   }
-  return RS_OK;
+  return submit(ops, stream, batch_mem_op);
 }
 
 }  // namespace
@@ -90,6 +106,19 @@ int rs_push_copy_engine(const RsPushItem* items, int n, const RsFault* fault, vo
     if (const int status = find_batch_mem_op(batch_mem_op)) return status;
     if (const int status = copy_all(items, n, handle)) return status;
     return store_words(items, n, handle, batch_mem_op);
+  } catch (const std::bad_alloc&) {
+    return cudaErrorMemoryAllocation;
+  }
+}
+
+int rs_wait_values(const RsWaitItem* items, int n, void* stream) {
+  using namespace relibra::replica_sync;
+  if (n < 0) return RS_BAD_ARGUMENT;
+  if (n == 0) return RS_OK;
+  BatchMemOp batch_mem_op = nullptr;
+  try {
+    if (const int status = find_batch_mem_op(batch_mem_op)) return status;
+    return wait_words(items, n, static_cast<cudaStream_t>(stream), batch_mem_op);
   } catch (const std::bad_alloc&) {
     return cudaErrorMemoryAllocation;
   }

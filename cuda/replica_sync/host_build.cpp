@@ -80,3 +80,13 @@ int rs_push_tma(const RsPushItem* items, int n, const RsFault* fault, int blocks
 int rs_push_copy_engine(const RsPushItem* items, int n, const RsFault* fault, void* stream) {
   return rs_push(items, n, fault, 1, 1, stream);
 }
+
+int rs_wait_values(const RsWaitItem* items, int n, void*) {
+  if (n < 0 || (n > 0 && items == nullptr)) return RS_BAD_ARGUMENT;
+  const HostContext context(0, 1, 0, 1, nullptr);
+  for (int i = 0; i < n; ++i)
+    for (uint32_t round = 0;
+         static_cast<int64_t>(context.load_word(items[i].word) - items[i].at_least) < 0; ++round)
+      context.relax(round);
+  return RS_OK;
+}

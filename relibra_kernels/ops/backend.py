@@ -94,7 +94,8 @@ def checks_values(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _error_word(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # every mode writes there
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def error_word(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from relibra_kernels.testing.recording_streams import RecordingStreams, memory
+from relibra_kernels.transport.sync_engine import SyncEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from relibra_kernels.testing.recording_streams import Entry
-    from relibra_kernels.transport.sync_engine import PendingWait, SyncEngine
+    from relibra_kernels.transport.sync_engine import PendingWait
     from relibra_kernels.transport.sync_types import ErrorCode, SyncOp
 
 _HOME_BYTES, _GRAD_BYTES = (4, 4, 8), (4, 2, 8)  # of an element, by `sync_types.ReduceKind`
 
 
-class RecordingEngine:
+class RecordingEngine(SyncEngine):
     """The calls of one rank; see `relibra_kernels.transport.sync_engine.SyncEngine`.
 
     Args:

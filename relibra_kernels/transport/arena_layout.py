@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from relibra_kernels.checks import check_int
 from relibra_kernels.slot_layout import ALIGN_BYTES
@@ -39,6 +39,25 @@ PARTS = (
     "grad_retired",
     "abort",
 )
+
+
+class AnyLayout(Protocol):
+    """What is known of every layout of an arena."""
+
+    @property
+    def num_ranks(self) -> int:
+        """P."""
+        ...
+
+    @property
+    def abort(self) -> int:
+        """Offset of the word that ends all waits."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a rank's part."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +104,12 @@ class ArenaLayout:
 
     def weight_slot(self, buffer: int, slot: int) -> int:
         """Offset of ``weight_slot[buffer][slot]``."""
-        place = self._place((buffer, slot), (self.weight_buffers, self.num_slots))
+        place = place_of((buffer, slot), (self.weight_buffers, self.num_slots))
         return self._starts["weight_slot"] + place * self.weights.slot_bytes
 
     def grad_slot(self, buffer: int, slot: int) -> int:
         """Offset of ``grad_slot[buffer][slot]``."""
-        place = self._place((buffer, slot), (self.grad_buffers, self.num_slots))
+        place = place_of((buffer, slot), (self.grad_buffers, self.num_slots))
         return self._starts["grad_slot"] + place * self.grads.slot_bytes
 
     def full(self, buffer: int, slot: int) -> int:
@@ -174,16 +193,7 @@ class ArenaLayout:
         return starts
 
     def _word(self, part: str, index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-        return self._starts[part] + self._place(index, sizes) * WORD_LINE_BYTES
-
-    def _place(self, index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-        """Row-major place; an index out of range would be another part's memory."""
-        place = 0
-        for number, size in zip(index, sizes, strict=True):
-            if not 0 <= number < size:
-                raise IndexError(f"index: need below {sizes} in each place, got {index}")
-            place = place * size + number
-        return place
+        return self._starts[part] + place_of(index, sizes) * WORD_LINE_BYTES
 
     def _views(
         self, base: torch.Tensor, part: str, buffer: int, buffers: int, slot: SlotLayout
@@ -191,5 +201,27 @@ class ArenaLayout:
         if base.numel() != self.nbytes:
             raise ValueError(f"base: need {self.nbytes} bytes, got {base.numel()}")
         size = self.num_slots * slot.slot_bytes
-        start = self._starts[part] + self._place((buffer,), (buffers,)) * size
+        start = self._starts[part] + place_of((buffer,), (buffers,)) * size
         return slot.views(base[start : start + size].view(self.num_slots, slot.slot_bytes))
+
+
+def place_of(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Row-major place; an index out of range would be another part's memory.
+
+    Args:
+        index: of an element.
+        sizes: of the array.
+
+    Raises:
+        IndexError: out of range.
+
+    Example:
+        >>> place_of((1, 2), (2, 3))
+        5
+    """
+    place = 0
+    for number, size in zip(index, sizes, strict=True):
+        if not 0 <= number < size:
+            raise IndexError(f"index: need below {sizes} in each place, got {index}")
+        place = place * size + number
+    return place

@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 class DispatchTransport(Protocol):
     """What the layer needs from a dispatcher."""
 
+    def start(
+        self,
+        x: torch.Tensor,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        *,
+        what: str,
+    ) -> Arrival:
+        """`exchange` without waiting; ``x`` stays unchanged until the rows are waited for."""
+        ...
+
     def exchange(
         self,
         x: torch.Tensor,

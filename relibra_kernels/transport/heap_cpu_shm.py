@@ -59,7 +59,7 @@ class CpuShmHeap(Heap):
         timeout_s: float = 60.0,
         folder: Path = Path("/dev/shm"),
     ) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self._ranks, self._timeout_s, self._folder = Ranks.of(group), timeout_s, folder
         self._maps: dict[int, mmap.mmap] = {}
 

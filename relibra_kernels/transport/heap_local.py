@@ -27,6 +27,7 @@ class _Shared:
         num_ranks: P.
         facts: what the first rank asked for, None while nothing is allocated.
         parts: memory of each rank.
+        words: of the arena, see `LocalArena`.
         holders: ranks whose arena is open.
     """
 
@@ -34,7 +35,20 @@ class _Shared:
     num_ranks: int
     facts: dict[str, int] | None = None
     parts: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    words: dict[int, int] = dataclasses.field(default_factory=dict)
     holders: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalArena(Arena):
+    """The arena of one virtual rank.
+
+    Attributes:
+        words: address -> largest value whose store was submitted; one for all ranks, and empty in
+            every new arena, whose memory may lie where that of an earlier one lay.
+    """
+
+    words: dict[int, int] = dataclasses.field(default_factory=dict, compare=False)
 
 
 class LocalHeap(Heap):
@@ -53,7 +67,7 @@ class LocalHeap(Heap):
     granule_bytes = 1
 
     def __init__(self, shared: _Shared, rank: int) -> None:
-        super().__init__()
+        super().__init__(shared.device)
         self._shared, self._rank = shared, rank
 
     @classmethod
@@ -68,7 +82,13 @@ class LocalHeap(Heap):
         shared = _Shared(torch.device(device), num_ranks)
         return [cls(shared, rank) for rank in range(num_ranks)]
 
-    def _alloc(self, nbytes: int, generation: int) -> Arena:
+    def alloc(self, nbytes: int, generation: int) -> LocalArena:
+        """As `Heap.alloc`."""
+        arena = super().alloc(nbytes, generation)
+        assert isinstance(arena, LocalArena)
+        return arena
+
+    def _alloc(self, nbytes: int, generation: int) -> LocalArena:
         shared, facts = self._shared, {"nbytes": nbytes, "generation": generation}
         if shared.facts is None:
             shared.parts = _make_parts(shared, nbytes)
@@ -77,12 +97,13 @@ class LocalHeap(Heap):
         check_equal({first: shared.facts, self._rank: facts}, "alloc of a local arena")
         shared.holders.add(self._rank)
         peers = tuple(part.data_ptr() for part in shared.parts)
-        return Arena(shared.parts[self._rank], peers, None, nbytes, generation, self._rank)
+        base, words = shared.parts[self._rank], shared.words
+        return LocalArena(base, peers, None, nbytes, generation, self._rank, words=words)
 
     def _free(self, peers_alive: bool) -> None:
         self._shared.holders.discard(self._rank)
         if not self._shared.holders:  # the last one: the next alloc starts afresh
-            self._shared.facts, self._shared.parts = None, []
+            self._shared.facts, self._shared.parts, self._shared.words = None, [], {}
 
 
 def _make_parts(shared: _Shared, nbytes: int) -> list[torch.Tensor]:
@@ -98,4 +119,6 @@ def _make_parts(shared: _Shared, nbytes: int) -> list[torch.Tensor]:
             f"alloc of a local arena: no memory for {shared.num_ranks} parts of {nbytes} bytes on "
             f"{shared.device} ({str(error).splitlines()[0]})"
         ) from error
+    if shared.device.type == "cuda":  # words are read on other streams
+        torch.cuda.synchronize(shared.device)
     return parts

@@ -58,8 +58,8 @@ class NvshmemHeap(Heap):
         all_pes_allocate: bool = False,
         library: NvshmemLibrary | None = None,
     ) -> None:
-        super().__init__()
-        self._ranks, self._device, self._timeout_s = Ranks.of(group), device, timeout_s
+        super().__init__(device)
+        self._ranks, self._timeout_s = Ranks.of(group), timeout_s
         self._multicast, self._all_pes_allocate = multicast, all_pes_allocate
         self._library = library or NvshmemLibrary.open()
         self._address = 0
@@ -152,7 +152,7 @@ class NvshmemHeap(Heap):
             peers.extend(library.peer_address(self._address, pe) for pe in pes)
             peers[ranks.rank] = self._address
             if missing := [rank for rank, address in enumerate(peers) if address == 0]:
-                raise NvshmemError(f"{self._device} has no peer access to rank(s) {missing}")
+                raise NvshmemError(f"{self.device} has no peer access to rank(s) {missing}")
 
         try:
             self._step("allocating symmetric memory", allocate)
@@ -176,8 +176,8 @@ class NvshmemHeap(Heap):
         if not peers_alive:
             self._abandon()
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         try:  # nvshmem_free waits for its peers for ever: see first that they come
             agree(self._ranks, {}, what="close of an nvshmem arena", timeout_s=self._timeout_s)
         except ReplicaSyncError:
@@ -198,9 +198,9 @@ class NvshmemHeap(Heap):
 
     def _zeroed(self, nbytes: int) -> torch.Tensor:
         with self._on_device():
-            base = self._library.tensor(self._address, nbytes, self._device).zero_()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # zeroed before a peer may write
+            base = self._library.tensor(self._address, nbytes, self.device).zero_()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # zeroed before a peer may write
         return base
 
     def _multicast_address(self) -> int | None:
@@ -208,13 +208,13 @@ class NvshmemHeap(Heap):
             return None
         address = self._library.multicast_address(self._address, self._ranks.size)
         if address == 0:
-            log.info("%s: no multicast on %s: plain puts", self.name, self._device)
+            log.info("%s: no multicast on %s: plain puts", self.name, self.device)
         return address or None
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """NVSHMEM uses the current device."""
-        if self._device.type == "cuda":
-            return torch.cuda.device(self._device)
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
         return contextlib.nullcontext()
 
     def _step(self, what: str, do: Callable[[], None]) -> None:

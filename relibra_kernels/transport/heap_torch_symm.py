@@ -45,8 +45,8 @@ class TorchSymmHeap(Heap):
         multicast: bool = False,
         module: Any = None,
     ) -> None:
-        super().__init__()
-        self._group, self._ranks, self._device = group, Ranks.of(group), device
+        super().__init__(device)
+        self._group, self._ranks = group, Ranks.of(group)
         self._timeout_s, self._multicast = timeout_s, multicast
         self._module = module if module is not None else _module()
         self._base: torch.Tensor | None = None
@@ -89,15 +89,15 @@ class TorchSymmHeap(Heap):
         return arena
 
     def _free(self, peers_alive: bool) -> None:
-        if self._device.type == "cuda" and peers_alive:
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda" and peers_alive:
+            torch.cuda.synchronize(self.device)
         self._base = self._handle = None  # peers hold the memory until they forget it as well
 
     def _make(self, nbytes: int) -> None:
-        self._base = self._module.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._base = self._module.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._base.zero_()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # zeroed before a peer may write
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # zeroed before a peer may write
 
     def _meet(self) -> None:
         self._handle = self._module.rendezvous(self._base, self._group)
@@ -110,7 +110,7 @@ class TorchSymmHeap(Heap):
         shift = base.data_ptr() - segments[rank]
         multicast = int(self._handle.multicast_ptr or 0)
         if self._multicast and not multicast:
-            log.info("%s: no multicast on %s: plain puts", self.name, self._device)
+            log.info("%s: no multicast on %s: plain puts", self.name, self.device)
         return Arena(
             base,
             tuple(address + shift for address in segments),

@@ -25,7 +25,8 @@ END_VERSION = (3, 9, 0)  # the first that was not tried
 INITIALIZED = 2  # init_status: 0 nothing, 1 bootstrapped only, 2 and more usable
 REMEDY = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13"
 
-_initialized_here = False
+_initialized_here: NvshmemLibrary | None = None  # that made the instance of this process
+_num_allocations = 0
 
 
 class NvshmemError(RuntimeError):
@@ -134,7 +135,7 @@ class NvshmemLibrary:
                 "nvshmemx_hostlib_init_attr", bindings.hostlib_init_attr, flags, attributes.ptr
             )
         self.check_usable("the initialisation returned, but")
-        _initialized_here = True
+        _initialized_here = self
 
     def check_usable(self, when: str) -> None:
         """Raises unless memory can be allocated.
@@ -157,14 +158,18 @@ class NvshmemLibrary:
         Raises:
             NvshmemError: no memory.
         """
+        global _num_allocations
         address = int(self._call("nvshmem_malloc", self._bindings.malloc, nbytes) or 0)
         if address == 0:
             raise NvshmemError(f"nvshmem_malloc: no symmetric memory of {nbytes} bytes")
+        _num_allocations += 1
         return address
 
     def free(self, address: int) -> None:
         """Gives symmetric memory back; collective over all PEs."""
+        global _num_allocations
         self._call("nvshmem_free", self._bindings.free, address)
+        _num_allocations -= 1
 
     def peer_address(self, address: int, pe: int) -> int:
         """The same memory of another PE as this GPU addresses it, 0 where it cannot."""
@@ -199,7 +204,7 @@ class NvshmemLibrary:
         if not _initialized_here:
             return False
         self._call("nvshmemx_hostlib_finalize", self._bindings.hostlib_finalize)
-        _initialized_here = False
+        _initialized_here = None
         return True
 
     def _id_bytes(self) -> int:
@@ -252,6 +257,24 @@ def loaded_path() -> str | None:
     except OSError:
         return None
     return next((line.split()[-1] for line in lines if "libnvshmem_host.so" in line), None)
+
+
+def finalize_unused() -> bool:
+    """Ends the instance if it was made here and all its memory was given back; collective then.
+
+    All PEs have left `NvshmemLibrary.free` together, or none has allocated; memory that was
+    abandoned after an error keeps the instance until the process ends.
+
+    Returns:
+        Whether it was ended.
+
+    Example:
+        >>> finalize_unused()
+        False
+    """
+    if not _initialized_here or _num_allocations:
+        return False
+    return _initialized_here.finalize_own()
 
 
 def owner() -> str:

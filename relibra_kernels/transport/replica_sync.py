@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from relibra_kernels.transport.arena_layout import ArenaLayout
 from relibra_kernels.transport.sync_engine import COMPUTE, PUSH, REDUCE
 from relibra_kernels.transport.sync_items import SyncItems, Use, copies_of, sources_of
 from relibra_kernels.transport.sync_report import SyncFailure, UseKey, table_of_words
-from relibra_kernels.transport.sync_types import ErrorCode, SyncOp, unpack_word
+from relibra_kernels.transport.sync_side import SyncSide
+from relibra_kernels.transport.sync_types import ErrorCode, SyncOp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +34,13 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from relibra_kernels.transport.arena_layout import ArenaLayout
     from relibra_kernels.transport.symmetric_heap import Arena
     from relibra_kernels.transport.sync_engine import SyncEngine
 
 _REMEMBERED = 16  # uses that an error can name
 
 
-class ReplicaSync:
+class ReplicaSync(SyncSide[ArenaLayout]):
     """One rank's side of the protocol in one domain, for layers of one kind.
 
     Args:
@@ -67,25 +68,15 @@ class ReplicaSync:
         *,
         timeout_s: float,
     ) -> None:
-        if not (len(domain) == len(arena.peers) == layout.num_ranks) or domain[arena.rank] != rank:
-            raise ValueError(
-                f"domain: need {layout.num_ranks} ranks with {rank} at place {arena.rank}, got "
-                f"{list(domain)} for an arena of {len(arena.peers)}"
-            )
-        if arena.nbytes != layout.nbytes:
-            raise ValueError(f"arena: need {layout.nbytes} bytes, got {arena.nbytes}")
-        self.arena, self.layout, self.domain, self.rank = arena, layout, tuple(domain), rank
-        self.engine, self.timeout_s = engine, timeout_s
+        super().__init__(arena, layout, domain, rank, engine, timeout_s=timeout_s)
         self.log: list[tuple[str, UseKey]] | None = None
         self._items = SyncItems(arena, layout)
         self._place = {ep_rank: place for place, ep_rank in enumerate(domain)}
         self._weights = [layout.weight_views(arena.base, b) for b in range(layout.weight_buffers)]
         self._grads = [layout.grad_views(arena.base, b) for b in range(layout.grad_buffers)]
-        self._num_uses = self._num_retired = self._num_grads = 0
+        self._num_retired = self._num_grads = 0
         self._grad_homes: list[tuple[int, ...]] = [()] * layout.grad_buffers
         self._recent: dict[int, Use] = {}
-        self._last: dict[str, Any] = {}
-        self._error: Exception | None = None
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -98,8 +89,9 @@ class ReplicaSync:
         *,
         experts: Callable[[int, int], int] | None = None,
         plan_hash: str = "",
+        ready: Any = None,
     ) -> Use:
-        """Starts a use: its weights go out as soon as their buffer is free.
+        """Starts a use: its weights go out as soon as they are there and their buffer is free.
 
         Args:
             key: of the use.
@@ -108,6 +100,8 @@ class ReplicaSync:
             pull_list: int32 ``[q, 3]`` = (replica slot, home EP rank, home slot there).
             experts: (EP rank, home slot) -> logical id; None numbers the home slots.
             plan_hash: of the plan.
+            ready: event of the engine after which the weights are there; None waits for all that
+                the compute stream was given.
 
         Raises:
             TypeError, ValueError: fields or lists that do not fit.
@@ -124,13 +118,16 @@ class ReplicaSync:
         sizes = len(next(iter(weights.values()))), self.layout.num_slots
         lists = (push_list, pull_list)
         pushes, pulls = copies_of(*lists, self._place, sizes, experts, self.rank)
-        use = Use(self._num_uses, key, plan_hash, pushes, pulls)
+        use = Use(self._number(key), key, plan_hash, pushes, pulls)
         use.sources = sources_of(weights)
-        self._num_uses += 1
         self._recent[use.n] = use
         self._recent.pop(use.n - _REMEMBERED, None)
         self._note("push", key)
+        if ready is not None and not all(w[0].is_contiguous() for w in weights.values() if len(w)):
+            self.engine.wait_event(COMPUTE, ready)  # they are packed there
+            ready = None
         items, keep = self._items.pushed(use, weights)
+        self.engine.wait_event(PUSH, self.engine.record(COMPUTE) if ready is None else ready)
         self.engine.wait(PUSH, self._items.weight_credits(use), use.n, SyncOp.WEIGHT_CREDIT)
         self.engine.push(PUSH, items, keep)
         use.pushed = self._last[PUSH] = self.engine.record(PUSH)
@@ -148,7 +145,9 @@ class ReplicaSync:
         """
         self._require_next(use, "weights")
         self._note("weights", use.key)
-        self.engine.wait(COMPUTE, self._items.weights_there(use), use.n, SyncOp.WEIGHTS)
+        items, since = self._items.weights_there(use), self.engine.clock(COMPUTE)
+        self.engine.wait(COMPUTE, items, use.n, SyncOp.WEIGHTS)
+        use.waited = (since, self.engine.clock(COMPUTE))
         self.check()
         return self._weights[self._items.weight_buffer(use)]
 
@@ -180,7 +179,7 @@ class ReplicaSync:
         use.is_retired = True
         self._num_retired += 1
         self._note("retire", use.key)
-        self.engine.publish(COMPUTE, self._items.credit(self.layout.retired, use.n + 1))
+        self.engine.publish(COMPUTE, self._items.weights_read(use))
         self.engine.wait_event(COMPUTE, use.pushed)
 
     # -- gradients ---------------------------------------------------------------------------
@@ -233,7 +232,7 @@ class ReplicaSync:
         self.engine.wait_event(REDUCE, ready)
         self.engine.wait(REDUCE, self._items.grads_there(use), use.n, SyncOp.GRADS)
         self.engine.reduce(REDUCE, items, keep)
-        self.engine.publish(REDUCE, self._items.credit(self.layout.grad_retired, use.q + 1))
+        self.engine.publish(REDUCE, self._items.grads_added(use))
         self._last[REDUCE] = self.engine.record(REDUCE)
         return self._last[REDUCE]
 
@@ -247,65 +246,10 @@ class ReplicaSync:
         """Field -> slots of a gradient buffer, for uses that write none of them."""
         return self._grads[number]
 
-    def wait_event(self, event: Any) -> None:
-        """The compute stream goes on after an event.
-
-        Raises:
-            ReplicaSyncError: something failed.
-        """
-        self.engine.wait_event(COMPUTE, event)
-        self.check()
-
-    def join(self) -> None:
-        """All that was submitted is done: weights may change, gradients are complete.
-
-        Raises:
-            ReplicaSyncError: something failed.
-        """
-        for event in self._last.values():
-            self.engine.wait_event(COMPUTE, event)
-        self.check()
-
-    def check(self) -> None:
-        """Raises the first failure of this rank, again at every call.
-
-        Raises:
-            ReplicaSyncError: who waited for whom, with the table of words.
-        """
-        if self._error is None and (record := self.engine.failure()) is not None:
-            self._error = self._failure(record[0]).error(self.timeout_s)
-        if self._error is not None:
-            raise self._error
-
-    def abort(self) -> None:
-        """This rank failed elsewhere: ends all waits of all ranks of the domain."""
-        self.engine.report(ErrorCode.TIMEOUT, SyncOp.ROWS, max(self._num_uses - 1, 0), -1)
-
-    def is_aborted(self) -> bool:
-        """Whether this rank or a peer failed; an abort of a peer is noted in the error record."""
-        if self.engine.failure() is not None:
-            return True
-        base = self.arena.peers[self.arena.rank]
-        (word,) = self.engine.load_words([base + self.layout.abort])
-        generation, origin, _ = unpack_word(word)
-        if word == 0 or generation != self.arena.generation:
-            return False
-        n = max(self._num_uses - 1, 0)
-        self.engine.report(ErrorCode.PEER_ABORTED, SyncOp.ROWS, n, origin)
-        return True
-
     def table(self) -> str:
         """All words of this rank."""
         base = self.arena.peers[self.arena.rank]
         return table_of_words(self.layout, base, self.domain, self.engine.load_words)
-
-    def close(self) -> None:
-        """Ends the engine's threads; the arena is the caller's."""
-        self.engine.close()
-
-    def describe(self, n: int) -> str:
-        """Names a recent use by number."""
-        return str(self._recent[n].key) if n in self._recent else f"use {n}"
 
     # -- helpers -----------------------------------------------------------------------------
 

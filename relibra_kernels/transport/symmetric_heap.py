@@ -14,14 +14,14 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
+
 from relibra_kernels.checks import check_int
 from relibra_kernels.errors import ReplicaSyncError
 
 if TYPE_CHECKING:
     import types
     from typing import Self
-
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +87,12 @@ class SymmetricHeap(Protocol):
     Attributes:
         name: of the provider.
         granule_bytes: an allocation takes a multiple of this.
+        device: of the memory.
     """
 
     name: str
     granule_bytes: int
+    device: torch.device
 
     def alloc(self, nbytes: int, generation: int) -> Arena:
         """Makes a zeroed arena; collective, with equal arguments."""
@@ -109,8 +111,10 @@ class Heap(abc.ABC):
 
     name: str
     granule_bytes: int
+    device: torch.device
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._is_open = False
 
     def alloc(self, nbytes: int, generation: int) -> Arena:
@@ -132,7 +136,8 @@ class Heap(abc.ABC):
             raise ReplicaSyncError(
                 f"alloc: this {self.name} heap already has an open arena: close() it first"
             )
-        arena = self._alloc(nbytes, generation)
+        with torch.inference_mode(False):  # an ordinary tensor, which outlives the caller's mode
+            arena = self._alloc(nbytes, generation)
         self._is_open = True
         _open_heaps.add(self)
         return arena

@@ -7,6 +7,8 @@ a thread that runs its calls first in, first out, and the compute stream is the 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import queue
 import threading
 import time
@@ -14,17 +16,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from relibra_kernels.checks import check_process
 from relibra_kernels.errors import ReplicaSyncError
 from relibra_kernels.native import load
-from relibra_kernels.transport.sync_types import ERROR_RECORD, FAULT, ErrorCode, SyncOp
+from relibra_kernels.transport.sync_types import (
+    ERROR_RECORD,
+    FAULT,
+    PUBLISH_ITEM,
+    ErrorCode,
+    SyncOp,
+    pack_word,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from relibra_kernels.transport.arena_layout import ArenaLayout
+    from relibra_kernels.transport.arena_layout import AnyLayout
     from relibra_kernels.transport.symmetric_heap import Arena
 
 PUSH, REDUCE, COMPUTE = "push", "reduce", "compute"  # the streams
+
+_PAUSE_S = 0.05  # between two looks at whether a host's event is still worth waiting for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +94,10 @@ class SyncEngine(Protocol):
         ...
 
     def report(self, code: ErrorCode, op: SyncOp, use: int, peer: int) -> None:
-        """Writes the error record unless there is one; tells all ranks of what is no peer's."""
+        """Writes the error record unless there is one, and ends the waits of this rank.
+
+        Tells all ranks of what is no peer's.
+        """
         ...
 
     def pending(self) -> list[PendingWait]:
@@ -97,8 +112,23 @@ class SyncEngine(Protocol):
         """Ends after all that it was given."""
         ...
 
+    def settle(self) -> None:
+        """Returns when all streams have run what they were given: `failure` is final then.
 
-class HostEngine:
+        Nothing to do where the compute stream is the caller, which has waited for the others.
+        """
+        return
+
+    def clock(self, stream: str) -> Any:
+        """The time when the stream gets here; None where nobody keeps it."""
+        return None
+
+    def seconds(self, since: Any, until: Any) -> float:
+        """Between two times of `clock`, when both have come; NaN where nobody keeps them."""
+        return math.nan
+
+
+class HostEngine(SyncEngine):
     """Runs everything on the CPU, by the native bodies that the kernels share.
 
     Args:
@@ -112,7 +142,7 @@ class HostEngine:
     """
 
     def __init__(
-        self, arena: Arena, layout: ArenaLayout, *, timeout_s: float, blocks: int = 1
+        self, arena: Arena, layout: AnyLayout, *, timeout_s: float, blocks: int = 1
     ) -> None:
         module, reason = load("relibra_kernels._replica_sync")
         if module is None:
@@ -137,6 +167,7 @@ class HostEngine:
         self._waits: dict[str, PendingWait] = {}
         self._threads: dict[str, _Stream] = {}
         self._closed = False
+        self._process = os.getpid()  # whose threads the streams are
 
     def wait(self, stream: str, items: np.ndarray, use: int, op: SyncOp) -> None:
         """See `SyncEngine`; on the compute stream it returns when all is there, or on an error."""
@@ -164,14 +195,16 @@ class HostEngine:
 
     def record(self, stream: str) -> threading.Event:
         """See `SyncEngine`."""
-        event = threading.Event()
+        event = _StreamEvent()
         self._run(stream, event.set)
         return event
 
     def wait_event(self, stream: str, event: threading.Event | None) -> None:
-        """See `SyncEngine`; every wait of a stream ends, so this one does."""
-        if event is not None:
+        """See `SyncEngine`; ends: its own events come, and those of a host have a time-out."""
+        if isinstance(event, _StreamEvent):
             self._run(stream, event.wait)
+        elif event is not None:
+            self._run(stream, lambda: self._wait_for_host(event))
 
     def failure(self) -> np.ndarray | None:
         """See `SyncEngine`.
@@ -179,7 +212,7 @@ class HostEngine:
         Raises:
             ReplicaSyncError: a call on a thread raised; that is the cause.
         """
-        for name, thread in self._threads.items():
+        for name, thread in list(self._threads.items()):  # others may start one meanwhile
             if thread.error is not None:
                 raise ReplicaSyncError(
                     f"a call of stream {name!r} failed: {thread.error!r}"
@@ -191,7 +224,13 @@ class HostEngine:
         return None if code == ErrorCode.OK else self._record.copy()
 
     def report(self, code: ErrorCode, op: SyncOp, use: int, peer: int) -> None:
-        """See `SyncEngine`."""
+        """See `SyncEngine`; a forked child has no part in the protocol and tells nobody."""
+        if self._process != os.getpid():
+            return
+        if code == ErrorCode.PEER_ABORTED:  # waits look at this rank's word, not at its record
+            word = pack_word(self._arena.generation, peer, int(code))
+            own = [(int(self._fault["abort"][0]), word)]
+            self._native.publish(np.array(own, PUBLISH_ITEM), self._fault)
         self._native.report(self._fault, int(code), int(op), use, peer)
 
     def pending(self) -> list[PendingWait]:
@@ -206,14 +245,34 @@ class HostEngine:
     def close(self) -> None:
         """Ends the threads after all that they were given; a second call does nothing."""
         self._closed = True
-        for thread in self._threads.values():
+        for thread in self._threads.values() if self._process == os.getpid() else ():
             thread.close()
+
+    def clock(self, stream: str) -> float:
+        """See `SyncEngine`; of this thread."""
+        return time.perf_counter()
+
+    def seconds(self, since: float, until: float) -> float:
+        """See `SyncEngine`."""
+        return until - since
+
+    def _wait_for_host(self, event: threading.Event) -> None:
+        limit_s = self._timeout_ns / 1e9
+        deadline = time.monotonic() + limit_s
+        while not event.wait(_PAUSE_S):
+            if self.failure() is not None:
+                return
+            if self._closed or time.monotonic() > deadline:
+                raise ReplicaSyncError(
+                    f"weights_ready: need its event to be set within {limit_s:g} s, it was not"
+                )
 
     def _tell_peers(self) -> None:
         """A call of a stream raised: no peer shall wait for what does not come."""
         self.report(ErrorCode.TIMEOUT, SyncOp.ROWS, 0, -1)
 
     def _run(self, stream: str, call: Callable[[], Any]) -> None:
+        check_process("the engine of replica synchronisation", self._process)
         if stream == COMPUTE:
             call()
             return
@@ -222,6 +281,10 @@ class HostEngine:
                 raise RuntimeError("the engine is closed")
             self._threads[stream] = _Stream(f"relibra-{stream}", self._tell_peers)
         self._threads[stream].submit(call)
+
+
+class _StreamEvent(threading.Event):
+    """Made by `HostEngine.record`: it comes, since every wait of a stream ends."""
 
 
 class _Stream:

@@ -6,7 +6,8 @@ Pure functions of the use, the layout and the addresses of an arena; nothing her
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +20,16 @@ from relibra_kernels.transport.sync_types import (
     REDUCE_ITEM,
     WAIT_ITEM,
     ReduceKind,
-    hash16,
+    hash_of_expert,
+    hash_of_use,
     pack_credit,
     pack_word,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from relibra_kernels.slot_layout import SlotField
     from relibra_kernels.transport.arena_layout import ArenaLayout
     from relibra_kernels.transport.symmetric_heap import Arena
     from relibra_kernels.transport.sync_report import UseKey
@@ -38,8 +41,7 @@ _KINDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One replica of a use, as its home rank or its replica rank sees it.
 
     Attributes:
@@ -69,6 +71,7 @@ class Use:
         q: number among the uses with gradients, -1 before `ReplicaSync.grad_slots`.
         is_retired: whether its weight buffer was given back.
         sources: tensors that were pushed.
+        waited: `SyncEngine.clock` before and after the last wait for its weights.
     """
 
     n: int
@@ -80,6 +83,11 @@ class Use:
     q: int = -1
     is_retired: bool = False
     sources: tuple[int, ...] = ()
+    waited: tuple[Any, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Hash what all its words share."""
+        self._hash = hash_of_use(self.key.parts(), self.plan_hash)
 
     def is_of(self, weights: Mapping[str, Any]) -> bool:
         """Whether these are the tensors that were pushed."""
@@ -87,12 +95,13 @@ class Use:
 
     def hash_of(self, copy: Copy) -> int:
         """What a word of this use carries for a replica."""
-        return hash16(self.key.parts(), copy.expert, self.plan_hash)
+        return hash_of_expert(self._hash, copy.expert)
 
 
 def sources_of(weights: Mapping[str, Any]) -> tuple[int, ...]:
     """What tells home weights from others: where each field begins."""
-    return tuple(w[0].data_ptr() if len(w) else 0 for w in weights.values())
+    firsts = (w if isinstance(w, torch.Tensor) else w[0] for w in weights.values())
+    return tuple(first.data_ptr() for first in firsts)
 
 
 def copies_of(
@@ -142,7 +151,43 @@ def copies_of(
     return tuple(pushes), tuple(pulls)
 
 
-class SyncItems:
+class ArenaItems:
+    """Items of credits, which replicas and rows have in common.
+
+    Args:
+        arena: of the domain.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._mine, self._generation = arena.peers[arena.rank], arena.generation
+
+    def credit(self, places: Sequence[int], count: int) -> np.ndarray:
+        """This rank's credit, at all ranks.
+
+        Args:
+            places: offset of each rank's credit.
+            count: how many uses have been retired.
+        """
+        offset, value = places[self.arena.rank], pack_credit(self._generation, count)
+        return np.array([(base + offset, value) for base in self.arena.peers], PUBLISH_ITEM)
+
+    def credits(self, places: Sequence[int], count: int, peers: Iterable[int]) -> np.ndarray:
+        """That peers have given so much credit; nothing to wait for with a count below 1.
+
+        Args:
+            places: offset of each rank's credit.
+            count: how many uses.
+            peers: of the domain.
+        """
+        if count < 1:
+            return np.zeros(0, WAIT_ITEM)
+        credit = pack_credit(self._generation, count)
+        items = [(self._mine + places[peer], credit, 0, peer, -1) for peer in peers]
+        return np.array(items, WAIT_ITEM)
+
+
+class SyncItems(ArenaItems):
     """Items of the uses of one arena.
 
     Args:
@@ -151,8 +196,22 @@ class SyncItems:
     """
 
     def __init__(self, arena: Arena, layout: ArenaLayout) -> None:
-        self.arena, self.layout = arena, layout
-        self._mine, self._generation = arena.peers[arena.rank], arena.generation
+        super().__init__(arena)
+        self.layout = layout
+        fields, slots = layout.weights.fields, range(layout.num_slots)
+        self._need = {f.name: (f.shape, f.dtype) for f in fields}
+        self._sizes = [(f.name, f.offset, f.num_bytes) for f in fields]
+        # offsets by rank; by buffer, then slot; of ``grad_ready`` by buffer, rank, slot
+        ranks = range(layout.num_ranks)
+        weights, grads = range(layout.weight_buffers), range(layout.grad_buffers)
+        self._retired = [layout.retired(rank) for rank in ranks]
+        self._grad_retired = [layout.grad_retired(rank) for rank in ranks]
+        self._weight_slot = [[layout.weight_slot(b, s) for s in slots] for b in weights]
+        self._full = [[layout.full(b, s) for s in slots] for b in weights]
+        self._grad_slot = [[layout.grad_slot(b, s) for s in slots] for b in grads]
+        self._grad_ready = [
+            [[layout.grad_ready(b, rank, s) for s in slots] for rank in ranks] for b in grads
+        ]
 
     def check_fields(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise unless home weights have the fields of a slot.
@@ -163,63 +222,67 @@ class SyncItems:
         Raises:
             TypeError, ValueError: another name, shape or dtype.
         """
-        need = {f.name: (f.shape, f.dtype) for f in self.layout.weights.fields}
         got = {name: (tuple(w.shape[1:]), w.dtype) for name, w in weights.items()}
-        if need != got:
-            raise ValueError(f"weights: need the fields {need} of the replica slots, got {got}")
+        if self._need != got:
+            raise ValueError(
+                f"weights: need the fields {self._need} of the replica slots, got {got}"
+            )
 
     def weight_credits(self, use: Use) -> np.ndarray:
         """That every destination has retired the use before in this buffer."""
         count = use.n - self.layout.weight_buffers + 1
-        peers = sorted({copy.peer for copy in use.pushes}) if count > 0 else []
-        return self._credits(self.layout.retired, count, peers)
+        peers = sorted({copy.peer for copy in use.pushes})
+        return self.credits(self._retired, count, peers)
 
     def pushed(self, use: Use, weights: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, Any]:
         """Copies of all fields, each slot's word with its last; and what must stay alive."""
         buffer, arrivals = self.weight_buffer(use), np.zeros(len(use.pushes), np.uint32)
+        arrived, size = arrivals.ctypes.data, arrivals.itemsize
+        targets, fulls = self._weight_slot[buffer], self._full[buffer]
+        least = pack_word(self._generation, use.n, 0)
+        homes = {copy.home_slot for copy in use.pushes}
+        fields, keep = [], [arrivals]
+        for name, offset, num_bytes in self._sizes if homes else ():
+            sources, kept = _packed(weights[name], homes)
+            fields.append((sources, offset, num_bytes))
+            keep.append(kept)
         items: list[tuple[int, ...]] = []
-        keep: list[Any] = [arrivals]
         for place, copy in enumerate(use.pushes):
             base = self.arena.peers[copy.peer]
-            slot = base + self.layout.weight_slot(buffer, copy.slot)
-            for field in self.layout.weights.fields:
-                source = weights[field.name][copy.home_slot].detach().contiguous()
-                keep.append(source)
-                items.append((source.data_ptr(), slot + field.offset, field.num_bytes, 0, 0, 0))
-            word = pack_word(self._generation, use.n, use.hash_of(copy))
-            full = base + self.layout.full(buffer, copy.slot)
-            arrived = arrivals.ctypes.data + place * arrivals.itemsize
-            items[-1] = (*items[-1][:3], full, word, arrived)
+            slot = base + targets[copy.slot]
+            for sources, offset, num_bytes in fields:
+                items.append((sources[copy.home_slot], slot + offset, num_bytes, 0, 0, 0))
+            signal = (base + fulls[copy.slot], least | use.hash_of(copy), arrived + place * size)
+            items[-1] = (*items[-1][:3], *signal)
         return np.array(items, PUSH_ITEM), keep
 
     def weights_there(self, use: Use) -> np.ndarray:
         """That the weights of this rank's replicas have come, and are the right ones."""
-        buffer = self.weight_buffer(use)
-        words = [(self.layout.full(buffer, copy.slot), copy) for copy in use.pulls]
-        return self._words(use, use.n, words)
+        fulls = self._full[self.weight_buffer(use)]
+        return self._words(use, use.n, [(fulls[copy.slot], copy) for copy in use.pulls])
+
+    def weights_read(self, use: Use) -> np.ndarray:
+        """That this rank has read the weights of all uses up to one, to all ranks."""
+        return self.credit(self._retired, use.n + 1)
 
     def grad_credits(self, use: Use, peers: Iterable[int]) -> np.ndarray:
         """That homes have added what this gradient buffer held before."""
         count = use.q - self.layout.grad_buffers + 1
-        return self._credits(self.layout.grad_retired, count, peers)
+        return self.credits(self._grad_retired, count, peers)
 
     def grads_published(self, use: Use) -> np.ndarray:
         """Words at the homes of this rank's replicas."""
-        buffer, me = self.grad_buffer(use), self.arena.rank
+        offsets = self._grad_ready[self.grad_buffer(use)][self.arena.rank]
+        least, peers = pack_word(self._generation, use.q, 0), self.arena.peers
         items = [
-            (
-                self.arena.peers[copy.peer] + self.layout.grad_ready(buffer, me, copy.slot),
-                pack_word(self._generation, use.q, use.hash_of(copy)),
-            )
-            for copy in use.pulls
+            (peers[copy.peer] + offsets[copy.slot], least | use.hash_of(copy)) for copy in use.pulls
         ]
         return np.array(items, PUBLISH_ITEM)
 
     def grads_there(self, use: Use) -> np.ndarray:
         """That the gradients of the replicas of this rank's experts are there."""
-        buffer = self.grad_buffer(use)
-        words = [(self.layout.grad_ready(buffer, c.peer, c.slot), c) for c in use.pushes]
-        return self._words(use, use.q, words)
+        offsets = self._grad_ready[self.grad_buffer(use)]
+        return self._words(use, use.q, [(offsets[c.peer][c.slot], c) for c in use.pushes])
 
     def reduced(self, use: Use, home_grads: Mapping[str, Any]) -> tuple[np.ndarray, Any]:
         """Sums by ascending (rank, slot) of the replicas; and what must stay alive.
@@ -231,29 +294,31 @@ class SyncItems:
         Raises:
             TypeError, ValueError: a home gradient of another shape or dtype.
         """
-        items: list[tuple[int, ...]] = []
-        keep: list[Any] = []
-        by_home: dict[int, list[Copy]] = {}
+        slots = self._grad_slot[self.grad_buffer(use)]
+        by_home: dict[int, list[int]] = {}  # addresses of the replicas' gradients
         for copy in use.pushes:
-            by_home.setdefault(copy.home_slot, []).append(copy)
-        for field in (f for f in self.layout.grads.fields if f.name in home_grads):
-            for home_slot, copies in by_home.items():
-                home = home_grads[field.name][home_slot]
-                check_tensor("home_grad", home, shape=field.shape, contiguous=True)
-                if (home.dtype, field.dtype) not in _KINDS:
-                    raise TypeError(f"home_grad: need {field.dtype} sums, got {home.dtype}")
-                grads = [self._grad(use, copy) + field.offset for copy in copies]
-                sources = np.array(grads, np.uint64)
-                kind = int(_KINDS[home.dtype, field.dtype])
-                address = sources.ctypes.data
-                items.append((home.data_ptr(), address, len(grads), kind, home.numel()))
-                keep += [home, sources]
+            grads = by_home.setdefault(copy.home_slot, [])
+            grads.append(self.arena.peers[copy.peer] + slots[copy.slot])
+        fields = [field for field in self.layout.grads.fields if field.name in home_grads]
+        sources = np.empty(len(fields) * len(use.pushes), np.uint64)
+        address, size = sources.ctypes.data, sources.itemsize
+        items: list[tuple[int, ...]] = []
+        placed: list[int] = []
+        keep: list[Any] = [sources]
+        for field in fields if by_home else ():
+            homes, kept = _home_rows(field, home_grads[field.name], by_home)
+            kind, count = _KINDS[kept[0].dtype, field.dtype], math.prod(field.shape)
+            keep.append(kept)
+            for home_slot, grads in by_home.items():
+                place = address + len(placed) * size
+                items.append((homes[home_slot], place, len(grads), kind, count))
+                placed += [grad + field.offset for grad in grads]
+        sources[:] = placed
         return np.array(items, REDUCE_ITEM), keep
 
-    def credit(self, place: Callable[[int], int], count: int) -> np.ndarray:
-        """This rank's credit, at all ranks."""
-        offset, value = place(self.arena.rank), pack_credit(self._generation, count)
-        return np.array([(base + offset, value) for base in self.arena.peers], PUBLISH_ITEM)
+    def grads_added(self, use: Use) -> np.ndarray:
+        """That this rank has added the gradients of all uses up to one, to all ranks."""
+        return self.credit(self._grad_retired, use.q + 1)
 
     def weight_buffer(self, use: Use) -> int:
         """Of a use."""
@@ -263,26 +328,53 @@ class SyncItems:
         """Of a use with gradients."""
         return use.q % self.layout.grad_buffers
 
-    def _grad(self, use: Use, copy: Copy) -> int:
-        slot = self.layout.grad_slot(self.grad_buffer(use), copy.slot)
-        return self.arena.peers[copy.peer] + slot
-
     def _words(self, use: Use, number: int, words: Iterable[tuple[int, Copy]]) -> np.ndarray:
         """Waits for words of this rank that others write."""
-        least = pack_word(self._generation, number, 0)
+        least, mine = pack_word(self._generation, number, 0), self._mine
         items = [
-            (
-                self._mine + offset,
-                least,
-                pack_word(self._generation, number, use.hash_of(copy)),
-                copy.peer,
-                copy.slot,
-            )
+            (mine + offset, least, least | use.hash_of(copy), copy.peer, copy.slot)
             for offset, copy in words
         ]
         return np.array(items, WAIT_ITEM)
 
-    def _credits(self, place: Callable[[int], int], count: int, peers: Iterable[int]) -> np.ndarray:
-        credit = pack_credit(self._generation, max(count, 0))
-        items = [(self._mine + place(peer), credit, 0, peer, -1) for peer in peers]
-        return np.array(items, WAIT_ITEM)
+
+def _packed(homes: Any, slots: Collection[int]) -> tuple[dict[int, int], Any]:
+    """Slot -> address of its contiguous bytes; and what must stay alive.
+
+    Args:
+        homes: ``[H, ...]`` or H tensors.
+        slots: those wanted.
+    """
+    if isinstance(homes, torch.Tensor) and homes[0].is_contiguous():
+        return _addresses(homes, slots), homes.detach()
+    rows = {slot: homes[slot].detach().contiguous() for slot in slots}
+    return {slot: row.data_ptr() for slot, row in rows.items()}, rows
+
+
+def _home_rows(
+    field: SlotField, homes: Any, slots: Collection[int]
+) -> tuple[dict[int, int], list[torch.Tensor]]:
+    """Slot -> address of the home gradient; and what must stay alive.
+
+    Args:
+        field: of a gradient slot.
+        homes: ``[H, ...]`` or H tensors.
+        slots: those wanted, at least one.
+    """
+    is_whole = isinstance(homes, torch.Tensor)
+    rows = [homes[0]] if is_whole else [homes[slot] for slot in slots]
+    for row in rows:
+        check_tensor("home_grad", row, shape=field.shape, contiguous=True)
+        if (row.dtype, field.dtype) not in _KINDS:
+            raise TypeError(f"home_grad: need {field.dtype} sums, got {row.dtype}")
+    if is_whole:
+        return _addresses(homes, slots), rows
+    return {slot: row.data_ptr() for slot, row in zip(slots, rows, strict=True)}, rows
+
+
+def _addresses(whole: torch.Tensor, slots: Collection[int]) -> dict[int, int]:
+    """Where rows of a tensor begin."""
+    if max(slots, default=-1) >= whole.shape[0]:
+        raise IndexError(f"slots: need below {whole.shape[0]}, got {sorted(slots)}")
+    first, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
+    return {slot: first + slot * step for slot in slots}

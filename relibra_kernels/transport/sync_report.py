@@ -106,7 +106,8 @@ class UseKey:
 
     def parts(self) -> tuple[int | str, ...]:
         """For `sync_types.hash16`."""
-        return dataclasses.astuple(self)
+        use = (self.optimizer_step, self.pass_, self.micro_batch, self.layer, self.direction)
+        return (self.model, *use)  # `dataclasses.astuple` makes deep copies
 
 
 def table_of_words(

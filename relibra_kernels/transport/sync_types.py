@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hashlib
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 WAIT_ITEM = np.dtype(
     [("word", "u8"), ("at_least", "u8"), ("exact", "u8"), ("peer", "i4"), ("slot", "i4")]
@@ -184,14 +183,30 @@ def hash16(key: tuple[int | str, ...], expert: int, plan_hash: str) -> int:
         >>> len({hash16(key, expert, "p") for expert in range(512)})
         512
     """
-    return (_use_hash(tuple(key), plan_hash) + expert * _ODD) & 0xFFFF
+    return hash_of_expert(hash_of_use(key, plan_hash), expert)
 
 
-@lru_cache(maxsize=4096)
-def _use_hash(key: tuple[int | str, ...], plan_hash: str) -> int:
+def hash_of_use(key: tuple[int | str, ...], plan_hash: str) -> int:
+    """The part of `hash16` that all experts of a use share.
+
+    Args:
+        key: of the use; integers and strings.
+        plan_hash: of the plan.
+    """
     parts = [part if isinstance(part, str) else int(part) for part in key]
     text = repr((parts, plan_hash)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=2).digest(), "little")
+
+
+def hash_of_expert(use: int, expert: int) -> int:
+    """`hash16` from `hash_of_use`.
+
+    Example:
+        >>> key = ("policy", 3, 0, 1, 7, "forward")
+        >>> hash_of_expert(hash_of_use(key, "p"), 5) == hash16(key, 5, "p")
+        True
+    """
+    return (use + expert * _ODD) & 0xFFFF
 
 
 def _check_range(name: str, value: int, largest: int) -> None:

@@ -6,25 +6,61 @@ does: it notes the abort of a peer in this rank's error record and calls what en
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relibra_kernels.errors import ReplicaSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from relibra_kernels.transport.replica_sync import ReplicaSync
+    from relibra_kernels.transport.sync_side import SyncSide
 
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0
 
 
+class AbortGate:
+    """What ends the collectives of a rank, but not while it votes.
+
+    A peer that has left a vote may fail in its next step while this rank is still in it. Were the
+    vote ended by that, this rank alone would keep its old parameters. What is wrong with the vote
+    itself ends it by its time-out.
+
+    Args:
+        abort: ends them; None does nothing.
+
+    Example:
+        >>> gate = AbortGate(lambda: print("aborted"))
+        >>> with gate.holding():
+        ...     print("voted")
+        voted
+        >>> gate()
+        aborted
+    """
+
+    def __init__(self, abort: Callable[[], None] | None) -> None:
+        self._abort, self._lock = abort, threading.Lock()
+
+    def __call__(self) -> None:
+        """Ends the collectives, when no vote goes on."""
+        with self._lock:
+            if self._abort is not None:
+                self._abort()
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Within the block no collective is ended."""
+        with self._lock:
+            yield
+
+
 class Watchdog:
-    """A thread that looks after one `ReplicaSync`.
+    """A thread that looks after one side of a protocol.
 
     Args:
         sync: of this rank.
@@ -32,7 +68,7 @@ class Watchdog:
             groups; its own errors are logged.
     """
 
-    def __init__(self, sync: ReplicaSync, on_abort: Callable[[], None] | None = None) -> None:
+    def __init__(self, sync: SyncSide[Any], on_abort: Callable[[], None] | None = None) -> None:
         self._sync, self._on_abort = sync, on_abort
         self._pause_s = min(sync.timeout_s / 8, _LONGEST_PAUSE_S)
         self._warned: set[float] = set()

@@ -185,7 +185,7 @@ class Product:
         words: part of the arena -> addresses of its words.
     """
 
-    def __init__(self, num_uses, steps=1, *, orders_weights=True):
+    def __init__(self, num_uses, steps=1):
         self.layout, self.log = arena_layout(2), []
         heaps = LocalHeap.ranks(2)
         arenas = [heap.alloc(self.layout.nbytes, 1) for heap in heaps]
@@ -197,10 +197,7 @@ class Product:
         self.weights = [[self.fields(None) for _ in range(2)] for _ in range(2)]
         self.grads = [[self.fields(torch.float32) for _ in range(2)] for _ in range(2)]
         self.reduced = [{}, {}]
-        for step in range(steps):
-            if step and orders_weights:  # the next pushes read what the optimizer wrote
-                for engine in self.engines:
-                    engine.wait_event("push", engine.record("compute"))
+        for _ in range(steps):
             self.run(num_uses)
         places = {
             "full": [self.layout.full(buffer, 0) for buffer in range(2)],
@@ -219,11 +216,12 @@ class Product:
         return {name: torch.zeros(3, *shape, dtype=dtype or own)
                 for name, (own, shape) in FIELDS.items()}  # fmt: skip
 
-    def push(self, rank, n):
+    def push(self, rank, n, ready=None):
         """One replica of the peer's home slot 0 on each rank."""
         key = UseKey("m", 0, "train", n // 4, n % 2, "backward" if n % 4 > 1 else "forward")
         lists = torch.tensor([[[0, 1 - rank, 0]], [[0, 1 - rank, 0]]], dtype=torch.int32)
-        return self.syncs[rank].submit_push(key, self.weights[rank][n % 2], *lists)
+        weights = self.weights[rank][n % 2]
+        return self.syncs[rank].submit_push(key, weights, *lists, ready=ready)
 
     def run(self, num_uses):
         ahead = [self.push(rank, 0) for rank in range(2)]
@@ -272,18 +270,44 @@ def test_every_word_of_the_product_is_needed(name):
         check_no_race(changed)
 
 
-def test_pushes_of_the_next_step_need_an_event_after_the_optimizer():
-    log = Product(4, 2, orders_weights=False).log
-    with killed("product: push does not wait for the optimizer", match="optimizer on rank 0"):
-        check_no_race(log)
+TIES = [
+    ("compute", "reduce", "home_reduce on rank"),
+    ("reduce", "compute", "home_reduce on rank"),
+    ("compute", "push", "optimizer on rank 0 compute and push on rank 0 push"),
+]
 
 
-@pytest.mark.parametrize(("source", "target"), [("compute", "reduce"), ("reduce", "compute")])
-def test_events_of_the_product_are_needed(source, target):
-    """Those that tie wgrad to home_reduce, both ways, and the join before the optimizer."""
-    log = Product(12).log
+@pytest.mark.parametrize(("source", "target", "race"), TIES)
+def test_events_of_the_product_are_needed(source, target, race):
+    """Those that tie wgrad to home_reduce, both ways, and the optimizer to the next pushes."""
+    log = Product(12, 2).log
     records = {e.event for e in log if isinstance(e, Record) and e.stream[1] == source}
     waits = [e for e in log if isinstance(e, Wait) and e.event in records and e.stream[1] == target]
     assert waits
-    with killed(f"product: {target} does not wait for {source}", match="home_reduce on rank"):
+    with killed(f"product: {target} does not wait for {source}", match=race):
+        check_no_race(without(log, lambda entry: entry in waits))
+
+
+class GatheringHost(Product):
+    """Weights come by a gather on a stream of the host, whose event is given to the push."""
+
+    def push(self, rank, n):
+        streams, weights = self.engines[rank].streams, self.weights[rank][n % 2]
+        streams.wait("gather", streams.record("compute"))  # earlier uses have read them
+        spans = [tensor_span(field) for field in weights.values()]
+        streams.submit("gather", f"gather {n}", writes=spans)
+        return super().push(rank, n, streams.record("gather"))
+
+    def use(self, rank, n, use):
+        streams = self.engines[rank].streams
+        streams.wait("compute", streams.record("gather"))
+        super().use(rank, n, use)
+
+
+def test_the_event_of_a_host_orders_the_push_behind_its_gather():
+    log = GatheringHost(8).log
+    check_no_race(log)
+    waits = gather_waits(log, "push")
+    assert len(waits) == 2 * 8
+    with killed("product: push does not wait for the host's event", match="gather 0 on rank 0"):
         check_no_race(without(log, lambda entry: entry in waits))

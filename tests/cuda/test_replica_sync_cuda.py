@@ -49,6 +49,7 @@ CALLS = {
     "rs_reduce": (item, 1, fault, 1, 32, None),
     "rs_push_tma": (item, 1, fault, 1, None),
     "rs_push_copy_engine": (item, 1, fault, None),
+    "rs_wait_values": (item, 1, None),
 }
 
 
@@ -74,6 +75,7 @@ def test_impossible_arguments_return_their_code_before_anything_is_launched() ->
     assert library.rs_reduce(item, 1, fault, 1, 513, None) == 100
     assert library.rs_push_copy_engine(item, 1, None, None) == 100
     assert library.rs_push(item, 0, fault, 1, 32, None) == 0
+    assert library.rs_wait_values(item, -1, None) == 100
 
 
 @needs_library
@@ -245,17 +247,24 @@ def toolkit() -> Path | None:
     return Path(found[1]) if found else None
 
 
+def libcudacxx() -> list[Path]:
+    """Folders of libcu++: of nvcc's toolkit, or of the wheel nvidia-cuda-cccl."""
+    wheel = Path(triton.__file__).parents[1] / "nvidia/cu13"
+    roots = [root for root in (toolkit(), wheel) if root is not None]
+    found = [root for root in roots if (root / "include/cccl/cuda/atomic").is_file()]
+    return [found[0] / "include/cccl", found[0] / "include"] if found else []
+
+
 def test_the_source_compiles_with_nvrtc() -> None:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    root = toolkit()
-    if root is None:
-        pytest.skip("no nvcc on PATH: libcu++ headers come from its toolkit")
+    if not libcudacxx():
+        pytest.skip("no libcu++ headers: put nvcc on PATH, or pip install nvidia-cuda-cccl")
     file = SOURCES / "fatbin/kernels.cu"
     try:
         error, program = nvrtc.nvrtcCreateProgram(file.read_bytes(), file.name.encode(), 0, [], [])
     except RuntimeError as reason:
         pytest.skip(f"no NVRTC library: {str(reason)[:80]}")
-    include = [ROOT / "cuda", root / "include/cccl", root / "include"]
+    include = [ROOT / "cuda", *libcudacxx()]
     options = ["--std=c++17", "--gpu-architecture=sm_90a", *(f"-I{path}" for path in include)]
     encoded = [option.encode() for option in options]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)

@@ -15,8 +15,12 @@ from relibra_kernels.reference.home_reduce import home_reduce
 from relibra_kernels.slot_layout import SlotLayout
 from relibra_kernels.transport.arena_layout import ArenaLayout
 from relibra_kernels.transport.heap_cpu_shm import CpuShmHeap
+from relibra_kernels.transport.heap_local import LocalHeap
+from relibra_kernels.transport.lockstep import Lockstep
+from relibra_kernels.transport.lockstep_group import LocalGroup
 from relibra_kernels.transport.replica_sync import ReplicaSync
 from relibra_kernels.transport.sync_engine import HostEngine
+from relibra_kernels.transport.sync_engine_local import InlineEngine, LocalEngine
 from relibra_kernels.transport.sync_report import UseKey
 
 NUM_HOME, NUM_SLOTS, NUM_LAYERS = 3, 2, 3
@@ -146,6 +150,27 @@ def shared(rank, num_ranks, timeout_s=10.0, generation=1):
     finally:
         sync.close()
         heap.close(peers_alive=False)
+
+
+@contextlib.contextmanager
+def virtual(num_ranks, timeout_s=10.0, generation=1):
+    """All ranks in this process: their lockstep, collectives, and `ReplicaSync` by rank."""
+    layout, lockstep, words = arena_layout(num_ranks), Lockstep(num_ranks), {}
+    heaps, syncs = LocalHeap.ranks(num_ranks), []
+    for rank, heap in enumerate(heaps):
+        arena = heap.alloc(layout.nbytes, generation)
+        inner = InlineEngine(arena, layout, timeout_s=timeout_s)
+        engine = LocalEngine(inner, lockstep, words, range(num_ranks))
+        syncs.append(
+            ReplicaSync(arena, layout, range(num_ranks), rank, engine, timeout_s=timeout_s)
+        )
+    try:
+        yield lockstep, LocalGroup(lockstep), syncs
+    finally:
+        for sync, heap in zip(syncs, heaps, strict=True):
+            sync.close()
+            heap.close(peers_alive=False)
+        lockstep.close()
 
 
 STEP = 40  # uses between two changes of the weights

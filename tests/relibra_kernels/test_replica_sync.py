@@ -1,27 +1,30 @@
-"""The protocol of replica synchronisation on forked ranks over shared memory, and its errors."""
+"""The protocol of replica synchronisation: forked ranks over shared memory, and virtual ranks."""
 
 import dataclasses
+import functools
 import time
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from sync_world import FIELDS, NUM_LAYERS, Schedule, run_schedule, shared, zero_grads
+from sync_world import FIELDS, NUM_LAYERS, Schedule, run_schedule, shared, virtual, zero_grads
 
+from relibra_kernels.errors import ReplicaSyncError
 from relibra_kernels.testing.compare import assert_equal_bits
 from relibra_kernels.testing.launch import RankError, run_ranks
+from relibra_kernels.transport.lockstep_group import LocalReplica
 from relibra_kernels.transport.replica import DistReplica
 from relibra_kernels.transport.replica_sync import ReplicaSync
 from relibra_kernels.transport.sync_engine import HostEngine
+from relibra_kernels.transport.sync_engine_local import InlineEngine
 from relibra_kernels.transport.sync_items import SyncItems, Use
 from relibra_kernels.transport.sync_report import UseKey
 from relibra_kernels.transport.sync_types import WAIT_ITEM
 
 
-def run_and_compare(rank, num_ranks, schedule):
-    """Gradients of the protocol and of `DistReplica` on the same uses."""
+def by_both(schedule, sync, plain, rank, barrier):
+    """Gradients of the protocol and of messages on the same uses."""
     other = [zero_grads() for _ in range(NUM_LAYERS)]
-    plain = DistReplica(dist.group.WORLD)
 
     def by_messages(n, key, grads):
         if grads is not None:
@@ -29,15 +32,34 @@ def run_and_compare(rank, num_ranks, schedule):
             pairs = [(grads[name], other[key.layer][name]) for name in FIELDS]
             plain.reduce(pairs, pushes[rank], pulls[rank], what=str(key))
 
+    return run_schedule(schedule, sync, rank, barrier=barrier, after_use=by_messages), other
+
+
+def run_and_compare(rank, num_ranks, schedule):
+    """`cpu_shm`, and `dist` over gloo."""
     with shared(rank, num_ranks) as sync:
-        total = run_schedule(schedule, sync, rank, barrier=dist.barrier, after_use=by_messages)
-    return total, other
+        return by_both(schedule, sync, DistReplica(dist.group.WORLD), rank, dist.barrier)
+
+
+def run_locally(schedule):
+    """All virtual ranks of `local`, by rank."""
+    with virtual(schedule.num_ranks) as (lockstep, group, syncs):
+
+        def run(rank):
+            plain = LocalReplica(group, rank)
+            barrier = functools.partial(group.gather, rank, None, "barrier")
+            return by_both(schedule, syncs[rank], plain, rank, barrier)
+
+        return lockstep.run(run)
 
 
 def check_schedule(schedule, **options):
-    """Both equal the sum of one process, bit for bit."""
+    """Processes equal the sum of one process, bit for bit."""
+    check_sums(schedule, run_ranks(schedule.num_ranks, run_and_compare, schedule, **options))
+
+
+def check_sums(schedule, found):
     expected = schedule.sums()
-    found = run_ranks(schedule.num_ranks, run_and_compare, schedule, **options)
     for rank, results in enumerate(found):
         for by in results:
             for layer in range(NUM_LAYERS):
@@ -61,6 +83,35 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_by_content_and_gradients_bit_for_bit(name):
     check_schedule(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["forward-backward", "recompute", "1f1b", "one-way"])
+def test_local_has_the_same_weights_and_gradients_on_eight_ranks(name):
+    schedule = dataclasses.replace(CASES[name], num_ranks=8, num_uses=40)
+    check_sums(schedule, run_locally(schedule))
+
+
+def test_a_virtual_rank_submits_no_wait_before_what_it_waits_for(monkeypatch):
+    """On one device such a wait could stand in front of the very push that ends it."""
+    original, waits = InlineEngine.wait, []
+
+    def wait(self, stream, items, use, op):
+        words = self.load_words(items["word"].tolist())
+        assert all(word >= int(item["at_least"]) for word, item in zip(words, items, strict=True))
+        waits.append(op)
+        original(self, stream, items, use, op)
+
+    monkeypatch.setattr(InlineEngine, "wait", wait)
+    run_locally(Schedule(4, 40, order="1f1b", kind="one-home", seed=13))
+    assert {int(op) for op in waits} == {1, 2, 3, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["forward-backward", "recompute", "1f1b"])
+@pytest.mark.parametrize("kind", ["random", "empty", "one-way", "one-home"])
+def test_ten_thousand_uses_on_eight_local_ranks(order, kind):
+    schedule = Schedule(8, 10_000 // 12 + 1, order, kind, seed=12)
+    check_sums(schedule, run_locally(schedule))
 
 
 @pytest.mark.slow
@@ -88,7 +139,7 @@ def no_wait_for_gradients():
 
 def no_gradient_credit():
     """Mutation: gradients are overwritten before they were added."""
-    slow_sums()
+    slow_sums(0.1)  # on a busy machine too the others are faster
     SyncItems.grad_credits = lambda self, use, peers: np.zeros(0, WAIT_ITEM)
 
 
@@ -135,12 +186,12 @@ def run_mutant(rank, num_ranks, mutant, schedule):
     return run_and_compare(rank, num_ranks, schedule)
 
 
-def slow_sums():
+def slow_sums(seconds=0.02):
     """No mutation: gradients are added late, which the protocol allows."""
     original = HostEngine.reduce
 
     def reduce(self, stream, items, keep):
-        self._run(stream, lambda: time.sleep(0.02))
+        self._run(stream, lambda: time.sleep(seconds))
         original(self, stream, items, keep)
 
     HostEngine.reduce = reduce
@@ -162,6 +213,27 @@ def test_mutant_is_caught(mutant):
     found = r"rows of|ReplicaSyncError|rank \d: first difference"
     with pytest.raises((RankError, AssertionError), match=found):
         check_mutant(mutant, 0.0 if mutant is no_gradient_credit else 0.03)
+
+
+# In lockstep weights are read at once after they have come, and gradients are added at once.
+LOCAL_MUTANTS = [m for m in MUTANTS if m not in (early_retire, no_gradient_credit)]
+
+
+def run_local_mutant(rank, num_ranks):
+    LOCAL_MUTANTS[rank]()
+    schedule = Schedule(4, 30, kind="one-home", seed=12)
+    try:
+        check_sums(schedule, run_locally(schedule))
+    except (ReplicaSyncError, AssertionError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_mutants_are_caught_in_lockstep():
+    """One process a mutant; a virtual rank runs as far as it can, whatever its peers do."""
+    found = run_ranks(len(LOCAL_MUTANTS), run_local_mutant)
+    names = [mutant.__name__ for mutant in LOCAL_MUTANTS]
+    assert all(found), dict(zip(names, found, strict=True))
 
 
 def test_late_sums_are_allowed():

@@ -2,10 +2,12 @@
 
 import dataclasses
 import logging
+import threading
 import time
 
 import pytest
 import torch
+from forked import told_in_fork
 from sync_world import FIELDS, NUM_HOME, Schedule, arena_layout, shared, zero_grads
 
 from relibra_kernels.errors import ReplicaSyncError
@@ -96,6 +98,17 @@ def run_missing(rank, num_ranks, operation):
                 return failing(sync, lambda: wait_for_abort(sync))
             submit(sync, [[0, 0, 0]]), submit(sync, [[0, 0, 0]])
             return failing(sync, sync.join)
+        if operation == "gradient credit":  # rank 0 never adds what rank 1 publishes
+            for _ in range(sync.layout.grad_buffers):
+                use = one_replica(sync, rank)
+                sync.weights(use), sync.retire(use)
+                if rank == 1:
+                    sync.grad_slots(use), sync.publish_grads(use)
+            use = one_replica(sync, rank)
+            sync.weights(use), sync.retire(use)
+            return failing(
+                sync, lambda: wait_for_abort(sync) if rank == 0 else sync.grad_slots(use)
+            )
         push = [[0, 0, 0]] if rank == 1 else []
         use = submit(sync, push, [[0, 1, 0]] if rank == 0 else [])
         sync.weights(use), sync.retire(use), sync.grad_slots(use)
@@ -111,6 +124,7 @@ def run_missing(rank, num_ranks, operation):
         ("weights", SyncOp.WEIGHTS, "use of replica weights"),
         ("weight credit", SyncOp.WEIGHT_CREDIT, "replica push"),
         ("gradients", SyncOp.GRADS, "home reduce"),
+        ("gradient credit", SyncOp.GRAD_CREDIT, "replica gradients"),
     ],
 )
 def test_a_missing_rank_is_named_within_twice_the_time_out(operation, op, words):
@@ -172,13 +186,30 @@ def test_the_watchdog_warns_and_brings_news():
     assert "since rank 1 failed first" in idle[2]
 
 
-def alone(generation=1, arena=None):
+def alone(generation=1, arena=None, timeout_s=TIMEOUT_S):
     """A domain of one rank, and its heap."""
     layout = arena_layout(1)
     (heap,) = LocalHeap.ranks(1)
     arena = arena or heap.alloc(layout.nbytes, generation)
-    engine = HostEngine(arena, layout, timeout_s=TIMEOUT_S)
-    return ReplicaSync(arena, layout, [0], 0, engine, timeout_s=TIMEOUT_S), heap
+    engine = HostEngine(arena, layout, timeout_s=timeout_s)
+    return ReplicaSync(arena, layout, [0], 0, engine, timeout_s=timeout_s), heap
+
+
+def test_a_forked_child_has_no_streams_and_ends_no_wait_of_its_parent():
+    sync, heap = alone()
+    use = submit(sync, [[2, 0, 1]], [[1, 0, 2]])
+    sync.weights(use), sync.retire(use)
+    need = (
+        "the engine of replica synchronisation: need process PARENT, which made it and runs its "
+        "threads, got process CHILD, a fork of it"
+    )
+    assert need in told_in_fork(lambda: submit(sync, [[2, 0, 1]], [[1, 0, 2]]))
+    assert need in told_in_fork(sync.join)
+    assert told_in_fork(sync.abort) == told_in_fork(sync.close) == "nothing"
+    for _ in range(3):
+        use = submit(sync, [[2, 0, 1]], [[1, 0, 2]])
+        sync.weights(use), sync.retire(use)
+    sync.join(), sync.close(), heap.close()
 
 
 def test_words_of_another_generation_are_not_there_yet():
@@ -199,6 +230,55 @@ def test_words_of_another_generation_are_not_there_yet():
         assert torch.equal(slots[1], HOME[name][2])
     for one in (sync, later, third):
         one.close()
+    heap.close()
+
+
+@pytest.mark.parametrize("ends_by", ["time-out", "abort", "close"])
+def test_a_host_s_event_that_never_comes_is_not_waited_for(ends_by):
+    """A host that fails before it sets the event of its weights."""
+    sync, heap = alone(timeout_s=TIMEOUT_S if ends_by == "time-out" else 60.0)
+    use = submit(sync, [[2, 0, 1]], ready=threading.Event())
+    sync.weights(use)
+    since = time.monotonic()
+    if ends_by == "abort":
+        sync.abort()
+    if ends_by != "close":
+        sync.retire(use)  # waits for the push
+    sync.close()
+    assert time.monotonic() - since < 20, "a moment and what a busy machine adds"
+    message = "need its event to be set" if ends_by != "abort" else "this rank failed elsewhere"
+    with pytest.raises(ReplicaSyncError, match=message):
+        sync.check()
+    heap.close()
+
+
+def test_packed_weights_wait_for_their_event_at_most_the_time_out():
+    sync, heap = alone()
+    apart = {name: torch.stack([w, w], -1)[..., 0] for name, w in HOME.items()}
+    with pytest.raises(ReplicaSyncError, match=r"set within 0\.5 s"):
+        sync.submit_push(KEY, apart, NOTHING, NOTHING, ready=threading.Event())
+    sync.close(), heap.close()
+
+
+def test_a_stream_that_starts_while_the_watchdog_looks():
+    class Starts:
+        """A stream whose look lets another one start, as on another thread."""
+
+        @property
+        def error(self):
+            engine._threads.setdefault("other", Idle())
+
+    class Idle:
+        error = None
+
+        def close(self):
+            pass
+
+    sync, heap = alone()
+    engine = sync.engine
+    engine._threads["one"] = Starts()
+    assert engine.failure() is None
+    assert set(engine._threads) == {"one", "other"}
     heap.close()
 
 

@@ -1,0 +1,231 @@
+"""Errors of the engine of GPUs: who waited for whom, in time, and what is submitted after them."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from cuda_world import World, one_replica
+from fake_cuda import FakeLibrary
+from sync_world import FIELDS, NUM_HOME
+
+from relibra_kernels.errors import ReplicaSyncError
+from relibra_kernels.transport.cuda_options import CudaOptions
+from relibra_kernels.transport.sync_engine import PUSH, REDUCE
+from relibra_kernels.transport.sync_types import (
+    WAIT_ITEM,
+    ErrorCode,
+    SyncOp,
+    pack_credit,
+    pack_word,
+)
+from relibra_kernels.transport.watchdog import Watchdog
+
+TIMEOUT_S = 1.0
+
+
+@contextlib.contextmanager
+def watched(world):
+    dogs = [Watchdog(sync) for sync in world.syncs]
+    try:
+        yield
+    finally:
+        for dog in dogs:
+            dog.close()
+
+
+def told(world, body):
+    """Errors of the ranks, and the seconds until the last one."""
+    start = time.monotonic()
+    with watched(world):
+        found = world.run(body)
+    assert all(isinstance(one, ReplicaSyncError) for one in found), found
+    return [str(one) for one in found], [one.details for one in found], time.monotonic() - start
+
+
+def until_failure(sync):
+    while True:
+        sync.check()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("waits", ["stream", "kernel"])
+def test_a_credit_that_never_comes(waits):
+    """Rank 1 does not retire: the third push of rank 0 waits in its stream, without an SM."""
+
+    def body(rank, sync):
+        uses = [one_replica(sync, rank), one_replica(sync, rank)]
+        if rank == 1:
+            until_failure(sync)
+        for use in uses:
+            sync.weights(use), sync.retire(use)
+        one_replica(sync, rank)
+        sync.join()
+
+    with World(2, timeout_s=TIMEOUT_S, waits=waits) as world:
+        (first, second), details, seconds = told(world, body)
+        assert "replica push (until the buffer may be overwritten)" in first
+        assert "waited 1 s in vain for rank 1" in first
+        assert "stopped, since rank 0 failed first" in second
+        one = details[0]
+        assert (one.code, one.operation, one.peer) == (1, SyncOp.WEIGHT_CREDIT, 1)
+        assert (one.expected, one.observed) == (pack_credit(1, 1), 0)
+        assert seconds < 10 * TIMEOUT_S
+        assert world.streams[0].errors == []
+        start = time.monotonic()
+    assert time.monotonic() - start < 30, "streams that waited have come to rest"
+
+
+def test_weights_that_never_come():
+    def body(rank, sync):
+        if rank == 0:
+            until_failure(sync)
+        sync.weights(one_replica(sync, rank))
+
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        (first, second), details, _ = told(world, body)
+    assert "use of replica weights" in second
+    assert "waited 1 s in vain for rank 0" in second
+    assert "stopped, since rank 1 failed first" in first
+    assert details[1].slot == 0
+
+
+def test_another_plan_is_a_mismatch():
+    def body(rank, sync):
+        use = one_replica(sync, rank, plan_hash=f"plan {rank}")
+        sync.weights(use)
+        until_failure(sync)
+
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        (_, second), details, _ = told(world, body)
+    assert "met another plan, layer, use or expert of rank 0" in second
+    assert details[1].code == ErrorCode.MISMATCH
+    assert details[1].expected != details[1].observed
+
+
+def test_a_stream_that_waits_looks_at_what_came():
+    """The stream itself compares no hash; the kernel behind its wait does."""
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        engine, (place, value) = world.engines[0], (world.layout.full(0, 0), pack_word(1, 4, 7))
+        engine._arena.base[place : place + 8].view(torch.int64)[0] = value
+        word = engine._arena.peers[0] + place
+        items = np.array([(word, pack_word(1, 4, 0), pack_word(1, 4, 8), 1, 0)], WAIT_ITEM)
+        engine.wait(REDUCE, items, 4, SyncOp.GRADS)
+        engine.settle()
+        found = engine.failure()[0]
+        assert (found["code"], found["op"]) == (ErrorCode.MISMATCH, SyncOp.GRADS)
+        assert (found["expected"], found["observed"]) == (pack_word(1, 4, 8), value)
+
+
+def test_gradients_that_never_come_end_a_stream_that_waits():
+    def body(rank, sync):
+        use = one_replica(sync, rank)
+        sync.weights(use), sync.retire(use), sync.grad_slots(use)
+        if rank == 1:
+            until_failure(sync)
+        grads = {n: torch.zeros(NUM_HOME, *shape) for n, (_, shape) in FIELDS.items()}
+        sync.publish_grads(use), sync.home_reduce(use, grads)
+        try:
+            sync.join()
+        finally:
+            assert all(not grad.any() for grad in grads.values())
+
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        (first, _), details, _ = told(world, body)
+    assert "home reduce" in first
+    assert details[0].operation == SyncOp.GRADS
+
+
+def test_the_host_reads_an_error_without_waiting_and_then_submits_nothing():
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        (engine, peer), (sync, _) = world.engines, world.syncs
+        sync.abort()
+        world.streams[0].drain()
+        abort = world.engines[1]._arena.peers[1] + world.layout.abort
+        assert peer.load_words([abort])[0] >> 48 == 1, "the peer was told"
+        assert peer.failure() is None
+        assert world.syncs[1].is_aborted()
+        assert int(peer.failure()["code"][0]) == ErrorCode.PEER_ABORTED
+        before = list(world.libraries[0].calls)
+        items = np.array([(0, 0, 0, 0, 0)], WAIT_ITEM)
+        engine.wait(PUSH, items, 0, SyncOp.WEIGHTS)
+        engine.push(PUSH, items, None), engine.publish(REDUCE, items)
+        engine.reduce(REDUCE, items, None)
+        assert world.libraries[0].calls == before
+        with pytest.raises(ReplicaSyncError, match="this rank failed elsewhere"):
+            sync.check()
+
+
+def test_a_call_that_the_driver_refuses_is_told_to_all():
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        world.libraries[0].refuses.add("push_copy_engine")
+
+        def body(rank, sync):
+            use = one_replica(sync, rank)
+            sync.weights(use)
+
+        (first, second), _, seconds = told(world, body)
+        assert "stream 'push': rs_push_copy_engine returned 801: not supported here" in first
+        assert "stopped, since rank 0 failed first" in second
+        assert seconds < 10 * TIMEOUT_S
+        with pytest.raises(ReplicaSyncError, match="a call failed: rs_push_copy_engine"):
+            world.engines[0].failure()
+
+
+def test_an_error_of_the_device_ends_the_run(monkeypatch):
+    """As after an illegal access: nothing of the device answers any more."""
+    aborted = threading.Event()
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        engine, sync = world.engines[0], world.syncs[0]
+        word = engine._arena.peers[0] + world.layout.retired(0)
+        assert engine.load_words([word]) == [0]
+
+        def fail(*_):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(world.streams[0], "record", fail)
+        dog = Watchdog(sync, aborted.set)
+        assert engine.load_words([word]) == [0], "as last seen"
+        assert engine.pending() == []
+        with pytest.raises(
+            ReplicaSyncError, match="a call failed: CUDA error: an illegal"
+        ) as caught:
+            sync.join()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(ReplicaSyncError, match="a call failed"):
+            sync.check()
+        assert aborted.wait(10), "collectives of this rank are ended"
+        dog.close()
+
+
+def test_what_a_gpu_lacks_shows_at_the_start(caplog):
+    caplog.set_level("INFO")
+    lacking = {"push_copy_engine", "wait_values"}
+    with World(1, library=lambda: FakeLibrary(lacking)) as world:
+        (engine,) = world.engines
+        assert (engine.push_form, engine.waits_form) == ("sm", "kernel")
+    assert "weights are pushed by SMs: rs_push_copy_engine returned 801" in caplog.text
+    assert "waits of streams take a kernel: rs_wait_values returned 801" in caplog.text
+    with pytest.raises(RuntimeError, match="rs_reduce returned 801"):
+        World(1, library=lambda: FakeLibrary({"reduce"}))
+
+
+def test_kernels_that_compute_something_else_are_refused():
+    class Wrong(FakeLibrary):
+        def reduce(self, *arguments):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"reduce of fake on cpu: need \[4.0, 8.0, 12.0\] ..., "):
+        World(1, library=Wrong)
+
+
+def test_one_hardware_queue_takes_kernels(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with World(1) as world:
+        assert world.engines[0].waits_form == "kernel"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert CudaOptions().waits_form() == "stream"
+    with pytest.raises(ValueError, match="push: need"):
+        CudaOptions(push="dma")
