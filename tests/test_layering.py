@@ -13,7 +13,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     | {"_replica_sync"},
     {"trace", "formats", "id_arrays", "dispatch_rows", "slicing", "load_matrix", "dealing"}
     | {"layout", "placement_maps", "tables", "weights", "validate", "shape", "presets", "synthetic"}
-    | {"slot_layout"}
+    | {"slot_layout", "thread_state"}
     | {
         "plan",
         "pass_plan",
@@ -58,6 +58,11 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "report",
         "logical_state",
         "local_use",
+        "local_attachment",
+        "local_layer",
+        "local_rank",
+        "local_runtime",
+        "local_step",
         "live_routes",
         "use",
         "route_checks",
@@ -72,9 +77,17 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
         "runtime_groups",
         "runtime_replicas",
         "runtime_transport",
+        "row_needs",
         "domain_sync",
         "output_marker",
         "step_tables",
+        "step_calls",
+        "step_facts",
+        "step_next",
+        "step_report",
+        "layer_kinds",
+        "replica_counts",
+        "departures",
     },
     {"integrations", "cli", "cli_input", "cli_plan", "cli_check", "cli_simulate", "doctor"}
     | {"cli_settings"}

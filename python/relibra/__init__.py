@@ -16,6 +16,7 @@ from relibra.layer_options import LayerOptions as LayerOptions
 from relibra.layout import ExpertLayout as ExpertLayout
 from relibra.load_matrix import LoadMatrix as LoadMatrix
 from relibra.load_matrix import balance_metrics as balance_metrics
+from relibra.local_runtime import LocalRuntime as LocalRuntime
 from relibra.module import BalancedMoE as BalancedMoE
 from relibra.plan import PassPlan as PassPlan
 from relibra.plan import ReplicaPlan as ReplicaPlan

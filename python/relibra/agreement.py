@@ -260,23 +260,59 @@ def agree(
         if fault is not None:
             raise fault
         return
-    wait_for_all(group, timeout_s, what)
-    text = b"" if fault is None else f"{type(fault).__name__}: {fault}".encode()[:_MESSAGE_BYTES]
+    said = "" if fault is None else f"{type(fault).__name__}: {fault}"
+    text = said.encode(errors="replace")[:_MESSAGE_BYTES]
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     message[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     numbers = torch.tensor([int(fault is not None), *facts.values()], dtype=torch.int64)
-    gathered = gather_tensor(torch.cat([numbers.view(torch.uint8), message]), group, what)
+    try:
+        wait_for_all(group, timeout_s, what)
+        gathered = gather_tensor(torch.cat([numbers.view(torch.uint8), message]), group, what)
+    except ReplicaSyncError as error:
+        if isinstance(fault, ReplicaSyncError):  # says more than that the ranks did not meet
+            raise fault from fault.__cause__ or error
+        if fault is not None:
+            error.args = (f"{error}; this rank: {said}",)
+        raise
     if fault is not None:
         raise fault
     size = numbers.numel() * 8
     table = [part[:size].view(torch.int64).tolist() for part in gathered]
-    refused = [rank for rank, row in enumerate(table) if row[0]]
+    told = [
+        bytes(part[size:].tolist()).rstrip(b"\0").decode(errors="replace") if row[0] else None
+        for part, row in zip(gathered, table, strict=True)
+    ]
+    check_agreement(what, told, list(facts), [row[1:] for row in table])
+
+
+def check_agreement(
+    what: str, told: Sequence[str | None], names: Sequence[str], values_G: Sequence[Sequence[int]]
+) -> None:
+    """Raise unless all ranks are well and hold the same facts.
+
+    Args:
+        what: the operation, for messages.
+        told: text of each rank's fault, None without.
+        names: of the facts.
+        values_G: of each rank's facts.
+
+    Raises:
+        PlanError, ReplicaSyncError: see `agree`.
+
+    Example:
+        >>> check_agreement("a step", [None, None], ["micro-batches"], [[2], [3]])
+        Traceback (most recent call last):
+        ...
+        relibra_kernels.errors.PlanError: a step: need the same micro-batches on all ranks, got \
+rank 0: 2, rank 1: 3
+    """
+    refused = [rank for rank, text in enumerate(told) if text is not None]
     if refused:
-        told = bytes(gathered[refused[0]][size:].tolist()).rstrip(b"\0").decode(errors="replace")
-        kind = ReplicaSyncError if told.startswith(ReplicaSyncError.__name__) else PlanError
-        raise kind(f"{what}: refused by rank(s) {refused}; rank {refused[0]}: {told}")
-    for place, name in enumerate(facts, start=1):
-        values = [row[place] for row in table]
+        text = told[refused[0]] or ""
+        kind = ReplicaSyncError if text.startswith(ReplicaSyncError.__name__) else PlanError
+        raise kind(f"{what}: refused by rank(s) {refused}; rank {refused[0]}: {text}")
+    for place, name in enumerate(names):
+        values = [row[place] for row in values_G]
         if len(set(values)) > 1:
             shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:16]))
             raise PlanError(f"{what}: need the same {name} on all ranks, got {shown}")

@@ -36,10 +36,11 @@ def find_layers(model: nn.Module, runtime: Runtime) -> dict[int, BalancedMoE]:
             raise ValueError(
                 f"model: {name!r} is attached already; need runtime.detach or runtime.close first"
             )
-        if (moe.num_ranks, moe.rank) != (runtime.num_ranks, runtime.rank):
+        if (moe.rank, moe.num_ranks) != runtime.model_shard:
+            rank, num_ranks = runtime.model_shard
             raise ValueError(
                 f"model: {name!r} is shard {moe.rank} of {moe.num_ranks}, this is rank "
-                f"{runtime.rank} of {runtime.num_ranks}"
+                f"{rank} of {num_ranks}"
             )
         home = ExpertLayout.identity(moe.num_experts, moe.num_ranks).home_slot_expert_GH[moe.rank]
         if moe.home_slot_expert.tolist() != home.tolist():

@@ -23,6 +23,7 @@ from relibra.output_marker import OutputMarker, tensors_in
 from relibra.plan import StepPlan
 from relibra.static_slots import StaticSlots
 from relibra_kernels.errors import PlanError
+from relibra_kernels.thread_state import graph_task_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,8 @@ class Attachment:
 
     def release(self) -> None:
         """The runtime forgets this model."""
+        if self.active is not None:
+            self.active.cancel()
         self._hook.remove()
         for moe in self.layers.values():
             moe._grads_to_main = False
@@ -141,7 +144,7 @@ class Attachment:
         Raises:
             RuntimeError: inside a backward (recompute) whose micro-batch cannot be told.
         """
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         use: Use | None = getattr(self._thread, "use", None)
         if task >= 0:
             use = self._task_uses.get(task, use)
@@ -160,7 +163,7 @@ class Attachment:
         At an output of the model the backward of a use begins. A layer of another use than the one
         before says that the graph mixes them: then nobody can tell what is recomputed next.
         """
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         if task < 0:
             return
         before = self._task_uses.get(task, use)
@@ -175,7 +178,7 @@ class Attachment:
         """
         if self.runtime.domain_sync is not None:
             self.runtime.domain_sync.note_handle(use, layer)
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         if task < 0:
             return
         key = (task, use.key, layer)
@@ -211,7 +214,7 @@ class Attachment:
     def mark_outputs(self, output: Any) -> None:
         """Gradients that arrive at the model's outputs tell which use their backward is of."""
         use: Use | None = getattr(self._thread, "use", None)
-        if use is None or torch._C._current_graph_task_id() >= 0:
+        if use is None or graph_task_id() >= 0:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -301,6 +304,10 @@ class Attachment:
                     f"runtime has {runtime.replica_slots}"
                 )
 
+    def fields_of(self, layer: int) -> dict[str, torch.Tensor]:
+        """Every tensor that moves with the experts of a decoder layer, by name."""
+        return expert_fields(self.layers[layer], self.optimizer)
+
     def migrate(self, layouts: tuple[ExpertLayout, ...]) -> tuple[int, int]:
         """Move weights and optimizer state to new layouts; collective.
 
@@ -319,7 +326,7 @@ class Attachment:
                 raise RuntimeError(f"model {self.name!r} is in a training step: experts stay")
             self.check_layouts(layouts)
             for layer in self.moe_layers:
-                fields_by_layer[layer] = expert_fields(self.layers[layer], self.optimizer)
+                fields_by_layer[layer] = self.fields_of(layer)
         except Exception as error:  # whatever it is, the peers must hear of it
             fault, layouts = error, ()
         names = [f"{layer}.{n}" for layer, fields in fields_by_layer.items() for n in fields]
@@ -363,6 +370,7 @@ class Attachment:
                 return movers.exchange(x, send, recv, f"migration of layer {layer}")
 
             sent += move_fields(fields, move_lists(old, new, rank), exchange)
-            home = torch.tensor(new.home_slot_expert_GH[rank].tolist(), dtype=torch.int64)
-            self.layers[layer].home_slot_expert = home
+            home = new.home_slot_expert_GH[rank].tolist()
+            with torch.inference_mode(False):
+                self.layers[layer].home_slot_expert = torch.tensor(home, dtype=torch.int64)
         return sent

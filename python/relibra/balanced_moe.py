@@ -26,10 +26,11 @@ from relibra.stages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from relibra.rank_tables import LayerTables
     from relibra.static_slots import LayerCopies
+    from relibra.token_exchange import PendingTokens
     from relibra_kernels.transport.dispatch import Arrival
     from relibra_kernels.transport.two_hop import Relay
 
@@ -48,9 +49,22 @@ class Movers(Protocol):
         """All-to-all of rows."""
 
     def start_exchange(
-        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+        self,
+        x: torch.Tensor,
+        send_splits: list[int],
+        recv_splits: list[int],
+        what: str,
+        channel: str = "",
     ) -> Arrival:
-        """`exchange` without waiting; ``x`` stays unchanged until the rows are waited for."""
+        """`exchange` without waiting; ``x`` stays unchanged until the rows are waited for.
+
+        Args:
+            x: ``[V, ...]``, rows by destination rank.
+            send_splits: rows to each rank.
+            recv_splits: rows from each rank.
+            what: names the exchange.
+            channel: of `relibra_kernels.transport.row_arena`, "" for rows of no channel.
+        """
 
     def start_relay(self, x: torch.Tensor, relay: Relay, what: str) -> Arrival:
         """Rows over the two hops of a `relibra.hop_tables.HopPaths`, without waiting."""
@@ -106,6 +120,32 @@ class Movers(Protocol):
         """Called last in the backward of a use."""
 
 
+class VirtualLayer(Protocol):
+    """All ranks of a layer in one process, behind the handle of their joined tokens."""
+
+    def start_tokens(self, x_TD: torch.Tensor, scores_TK: torch.Tensor) -> PendingTokens:
+        """As `relibra.token_exchange.start_tokens`."""
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        scores_TK: torch.Tensor,
+        call: LayerCall,
+        dispatched: PendingTokens | None,
+    ) -> tuple[Arrival, Kept]:
+        """As `relibra.layer_passes.run_forward`."""
+
+    def backward(
+        self,
+        dy_TD: torch.Tensor,
+        kept: Kept,
+        call: LayerCall,
+        weights: Sequence[torch.Tensor],
+        needs: Sequence[bool],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As `relibra.layer_passes.run_backward`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MoEHandle:
     """One use of one layer: its tables and the objects that move data for it.
@@ -124,6 +164,7 @@ class MoEHandle:
             their gradients go; None without static slots.
         static_copies: sums these gradients over the optimizer step, and knows the parameters that
             the static slots are copies of; None outside a training step.
+        virtual: the ranks whose joined use this is, None for a use of one rank.
     """
 
     tables: LayerTables
@@ -137,6 +178,7 @@ class MoEHandle:
     static: Mapping[str, torch.Tensor] | None = None
     static_grads: Mapping[str, torch.Tensor] | None = None
     static_copies: LayerCopies | None = None
+    virtual: VirtualLayer | None = None
 
     @property
     def num_static(self) -> int:

@@ -5,8 +5,13 @@ Letters: G ranks, N nodes, E experts, H home, X static and S replica slots a ran
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def copy_lists(
@@ -53,6 +58,29 @@ def copy_lists(
     push = np.stack([home_slot, ranks, slots], 1)[home_rank == rank]
     pull = np.stack([slots, home_rank, home_slot], 1)[ranks == rank]
     return torch.from_numpy(push.astype(np.int32)), torch.from_numpy(pull.astype(np.int32))
+
+
+def expert_of(
+    home_slot_expert_GH: np.ndarray, static_slot_expert_GX: np.ndarray
+) -> Callable[[int, int], int]:
+    """(Rank, "home slot" of `copy_lists`) -> logical id of what lies there.
+
+    Args:
+        home_slot_expert_GH: int32 ``[G, H]``.
+        static_slot_expert_GX: int32 ``[G, X]``.
+
+    Example:
+        >>> expert_of(np.array([[0, 1], [2, 3]]), np.array([[3], [0]]))(1, 2)
+        0
+    """
+    num_home = home_slot_expert_GH.shape[1]
+
+    def expert(rank: int, slot: int) -> int:
+        if slot < num_home:
+            return int(home_slot_expert_GH[rank, slot])
+        return int(static_slot_expert_GX[rank, slot - num_home])
+
+    return expert
 
 
 def _holders(

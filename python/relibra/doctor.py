@@ -25,7 +25,7 @@ import torch
 import relibra_kernels
 from relibra.cli_input import add_command, console, print_json
 from relibra_kernels import native
-from relibra_kernels.transport import nvshmem_library
+from relibra_kernels.transport import cuda_library_load, nvshmem_library
 from relibra_kernels.transport.heap_nvshmem import NvshmemHeap
 from relibra_kernels.transport.heap_torch_symm import TorchSymmHeap
 
@@ -298,6 +298,7 @@ def _abilities() -> list[Fact]:
         Fact("cpu_shm transport", *_yes_or("absent", _SHM.is_dir(), f"there is no {_SHM}")),
         Fact("torch_symm transport", *_transport(TorchSymmHeap.why_not)),
         Fact("nvshmem transport", *_transport(NvshmemHeap.why_not)),
+        Fact("kernels of both", *_replica_kernels()),
     ]
 
 
@@ -308,9 +309,16 @@ def _gpu_kernels() -> tuple[Status, str]:
     return _yes_or("absent", not missing, f"needs {' and '.join(missing)}")
 
 
+def _replica_kernels() -> tuple[Status, str]:
+    """How the CUDA kernels of replica synchronisation would be loaded."""
+    way, reasons = cuda_library_load.how(cuda_library_load.PACKAGE)
+    return ("ok", way) if way else ("absent", "; ".join(reasons))
+
+
 def _transport(why_not: Callable[[torch.device], str]) -> tuple[Status, str]:
-    """Whether one process could use it; with peers, `open_arena` decides."""
-    reason = why_not(torch.device("cuda", 0))
+    """Whether one process could use it; with peers, `choose_provider` decides."""
+    device = torch.device("cuda", 0)
+    reason = why_not(device) or cuda_library_load.why_not(device)
     return _yes_or("absent", not reason, reason)
 
 

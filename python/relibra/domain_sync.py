@@ -2,9 +2,9 @@
 
 Layers whose experts have the same fields share buffers and one `ReplicaSync`. The replicas of the
 next layer are pushed before the experts of this one run, where the next layer is certain: inside a
-forward the next MoE layer, inside a backward the one before, unless it will be recomputed. A push
-whose use does not come next after all is given back unread by every rank. The backward of a
-recompute just made reads the buffer of the recompute.
+forward the next MoE layer, inside a backward the one before unless it will be recomputed; elsewhere
+the host may say what runs next. A push whose use does not come next after all is given back unread
+by every rank. The backward of a recompute just made reads the buffer of the recompute.
 
 Gradients are home when a layer's backward returns; with ``grad_mode="main_grad"`` they come home
 under the backwards of other layers: before the next backward of this layer, in its last backward of
@@ -15,73 +15,35 @@ Source: ReLibra (arXiv 2605.08639), section 4.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from relibra.copy_lists import expert_of
+from relibra.layer_kinds import Kind, LayerHooks, kind_key
+from relibra.replica_counts import ReplicaCounts
 from relibra_kernels.reference.combine import accumulation_dtype
 from relibra_kernels.slot_layout import SlotLayout
+from relibra_kernels.thread_state import graph_task_id, has_saved_tensor_hooks
 from relibra_kernels.transport.arena_layout import ArenaLayout
 from relibra_kernels.transport.replica_sync import ReplicaSync
 from relibra_kernels.transport.sync_report import UseKey
-from relibra_kernels.transport.watchdog import Watchdog
+from relibra_kernels.transport.watchdog import AbortGate, Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from relibra.rank_tables import LayerTables
     from relibra.use import Use
+    from relibra_kernels.transport.arena_layout import AnyLayout
     from relibra_kernels.transport.symmetric_heap import Arena, SymmetricHeap
     from relibra_kernels.transport.sync_engine import SyncEngine
     from relibra_kernels.transport.sync_items import Use as SyncUse
 
 Lists = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclasses.dataclass
-class LayerHooks:
-    """What a host says about the weights of a layer.
-
-    Attributes:
-        weights_ready: called before a push ahead of the layer's entry: an event of the device
-            (True on the CPU) after which the weights are there, None while nobody can tell.
-        weights_release: called with an event after which they have been read.
-        starts_stage: whether other layers may run between the one before and this one, so that
-            nothing is pushed ahead across that border.
-    """
-
-    weights_ready: Callable[[], Any] | None = None
-    weights_release: Callable[[Any], None] | None = None
-    starts_stage: bool = False
-
-
-@dataclasses.dataclass
-class _Kind:
-    """Layers with the same fields.
-
-    Attributes:
-        heap, sync, watchdog: memory, protocol, and who looks after its waits.
-        now: the use whose weights were read last.
-        ahead: a use that was pushed before its turn.
-        may_be_reused: whether ``now`` is a recompute, whose backward may follow.
-    """
-
-    heap: SymmetricHeap
-    sync: ReplicaSync
-    watchdog: Watchdog
-    now: SyncUse | None = None
-    ahead: SyncUse | None = None
-    may_be_reused: bool = False
-
-    def retire_now(self) -> None:
-        if self.now is not None and not self.now.is_retired:
-            self.sync.retire(self.now)
-
-    def abandon_ahead(self) -> None:
-        if self.ahead is not None:
-            use, self.ahead = self.ahead, None
-            self.sync.abandon(use)
+Following = tuple["Use", int, str]  # use, place of the layer, direction
 
 
 class DomainSync:
@@ -95,17 +57,18 @@ class DomainSync:
         num_slots: S.
         timeout_s: seconds of a wait.
         generation: of the arenas.
-        on_abort: see `Watchdog`.
+        on_abort: ends the collectives of this rank, but not while it votes.
 
     Attributes:
         hooks: (model, layer) -> what the host says about its weights.
         log: submitted operations as ``(operation, key)``; None notes nothing.
+        counts: what replicas cost; the runtime's.
     """
 
     def __init__(
         self,
         make_heap: Callable[[], SymmetricHeap],
-        make_engine: Callable[[Arena, ArenaLayout], SyncEngine],
+        make_engine: Callable[[Arena, AnyLayout], SyncEngine],
         domain: tuple[int, ...],
         rank: int,
         num_slots: int,
@@ -119,13 +82,16 @@ class DomainSync:
         self.hooks: dict[tuple[str, int], LayerHooks] = {}
         self.log: list[tuple[str, UseKey]] | None = None
         self.direction = "forward"
-        self._make_heap, self._make_engine = make_heap, make_engine
-        self._on_abort = on_abort
-        self._kinds: dict[tuple[Any, ...], _Kind] = {}
-        self._current: _Kind | None = None  # of the layer that runs
-        self._reducing: dict[tuple[str, int], tuple[_Kind, Any]] = {}
+        self.counts = ReplicaCounts()
+        self.make_heap, self.make_engine = make_heap, make_engine
+        self.on_abort = AbortGate(on_abort)
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._current: Kind | None = None  # of the layer that runs
+        self._reducing: dict[tuple[str, int], tuple[Kind, Any]] = {}
         self._direct: set[tuple[Any, ...]] = set()
         self._num_backwards: dict[tuple[str, int, str], int] = {}
+        self._said: collections.deque[Following] = collections.deque()
+        self._was_left = False  # a step ended by an error: peers may be anywhere
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -136,26 +102,27 @@ class DomainSync:
             like: field -> ``[H, ...]``.
 
         Raises:
-            ValueError: weights that are not on the CPU, whose memory no process can share.
+            ValueError: weights on another device than the memory.
             ReplicaSyncError: no memory, or a rank did not take part.
         """
+        key = kind_key(like)
+        known = self._kinds.get(key)
+        heap = self.make_heap() if known is None else known.heap
         for name, weight in like.items():
-            if weight.device.type != "cpu":
+            if weight.device != heap.device:
                 raise ValueError(
-                    f'transport: "cpu_shm" needs expert weights on the CPU, got {name} on '
-                    f'{weight.device}; use transport="dist"'
+                    f'transport: "{heap.name}" needs expert weights on {heap.device}, got {name} '
+                    f'on {weight.device}; use transport="dist"'
                 )
-        key = _kind_key(like)
-        if key in self._kinds:
+        if known is not None:
             return
         weights = SlotLayout.of({n: (w.dtype, tuple(w.shape[1:])) for n, w in like.items()})
         grads = weights.as_dtype({n: accumulation_dtype(w.dtype) for n, w in like.items()})
         layout = ArenaLayout(weights, grads, len(self.domain), self.num_slots)
-        heap = self._make_heap()
         arena = heap.alloc(layout.nbytes, self.generation)
-        engine = self._make_engine(arena, layout)
+        engine = self.make_engine(arena, layout)
         sync = ReplicaSync(arena, layout, self.domain, self.rank, engine, timeout_s=self.timeout_s)
-        self._kinds[key] = _Kind(heap, sync, Watchdog(sync, self._on_abort))
+        self._kinds[key] = Kind(heap, sync, Watchdog(sync, self.on_abort))
 
     def close(self, *, peers_alive: bool) -> None:
         """Gives all memory back.
@@ -163,24 +130,30 @@ class DomainSync:
         Args:
             peers_alive: False after a failure: waits for nobody.
         """
+        peers_alive = peers_alive and not self._was_left
         for kind in self._kinds.values():
-            if not peers_alive or kind.sync.num_ahead:  # of a step that an error ended
+            kind.watchdog.close()  # which need not end collectives for what follows
+            if not peers_alive:
                 kind.sync.abort()
-            kind.watchdog.close()
             kind.sync.close()
             kind.heap.close(peers_alive=peers_alive)
-        self._kinds.clear()
-        self._current = None
-        self._reducing.clear()
+        self._kinds, self._reducing, self._current = {}, {}, None
+        self.counts.forget_waits()
+
+    def meet(self) -> None:
+        """All ranks are here to close: none waits any more for uses of a step that it left."""
+        for kind in self._kinds.values() if self._was_left else ():
+            kind.watchdog.close()
+            kind.sync.end_waits()
+        self._was_left = False
 
     # -- weights -----------------------------------------------------------------------------
 
     def note_handle(self, use: Use, layer: int) -> None:
         """A layer is about to run forward: whether its backward will follow without a recompute."""
         key = (*_name(use), layer)
-        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        is_recompute = torch._C._current_graph_task_id() >= 0
-        if torch.is_grad_enabled() and not has_hooks and not is_recompute:
+        is_recomputed = has_saved_tensor_hooks() or graph_task_id() >= 0  # or will be
+        if torch.is_grad_enabled() and not is_recomputed:
             self._direct.add(key)
         else:
             self._direct.discard(key)
@@ -196,7 +169,7 @@ class DomainSync:
             weights: field -> ``[H + X, ...]``.
             tables: of the use.
         """
-        kind = self._current = self._kinds[_kind_key(weights)]
+        kind = self._current = self._kinds[kind_key(weights)]
         kind.sync.log = self.log
         if use is None or index is None:
             return kind.sync.buffer(0)
@@ -204,21 +177,36 @@ class DomainSync:
         lists = (tables.push_list, tables.pull_list)
         kind.now = self._begin(kind, key, use, index, weights, lists)
         self._push_ahead(use, index)
-        return kind.sync.weights(kind.now)
+        slots = kind.sync.weights(kind.now)
+        if kind.now.waited is not None:
+            seconds = kind.sync.engine.seconds
+            self.counts.of(key.model, key.layer).waits.append((seconds, *kind.now.waited))
+        return slots
 
     def release_weights(self, use: Use | None) -> None:
         """The weights of the current use were read for the last time."""
         kind = self._current
         if use is None or kind is None:
             return
-        is_recompute = torch._C._current_graph_task_id() >= 0 and self.direction == "forward"
+        is_recompute = graph_task_id() >= 0 and self.direction == "forward"
         kind.may_be_reused = is_recompute
         if not is_recompute:
             kind.retire_now()
 
+    def say_next(self, following: Iterable[Following], *, is_inside: bool) -> None:
+        """The host says what runs where nothing is certain; the same on all ranks.
+
+        Args:
+            following: uses of layers, in the order in which they will run.
+            is_inside: whether a forward runs, whose certain uses come first.
+        """
+        self._said.extend(following)
+        if not is_inside and all(kind.ahead is None for kind in self._kinds.values()):
+            self._push_said()
+
     def _begin(
         self,
-        kind: _Kind,
+        kind: Kind,
         key: UseKey,
         use: Use,
         index: int,
@@ -226,69 +214,91 @@ class DomainSync:
         lists: Lists,
     ) -> SyncUse:
         """The use of the protocol: the recompute's, the one pushed ahead, or a new one."""
-        now = kind.now
-        recompute = dataclasses.replace(key, direction="forward")
+        now, ahead, counts = kind.now, kind.ahead, self.counts.of(key.model, key.layer)
+        if self._said and self._key(*self._said[0]) == key:
+            self._said.popleft()
         if now is not None and not now.is_retired:
-            if kind.may_be_reused and key.direction == "backward" and now.key == recompute:
+            may_reuse = kind.may_be_reused and key.direction == "backward"
+            if may_reuse and now.key == dataclasses.replace(key, direction="forward"):
+                counts.reused += 1
                 return now
             kind.retire_now()
-        ahead = kind.ahead
         if ahead is not None and ahead.key == key and ahead.is_of(weights):
             kind.ahead = None
+            counts.ahead += 1
             return ahead
-        kind.abandon_ahead()
+        self._abandon_ahead(kind)
+        counts.at_entry += 1
         return self._submit(kind, key, use, index, weights, lists)
+
+    def _abandon_ahead(self, kind: Kind) -> None:
+        use = kind.abandon_ahead()
+        if use is not None:
+            self.counts.of(use.key.model, use.key.layer).given_back += 1
 
     def _submit(
         self,
-        kind: _Kind,
+        kind: Kind,
         key: UseKey,
         use: Use,
         index: int,
         weights: Mapping[str, Any],
         lists: Lists,
+        ready: Any = None,
+        is_ahead: bool = False,
     ) -> SyncUse:
         plan = use.step.plan
         homes = plan.layouts[index].home_slot_expert_GH
-        copies = plan.static_slot_expert_LGX[index]
-        num_home = homes.shape[1]
-
-        def experts(rank: int, slot: int) -> int:
-            one = homes[rank, slot] if slot < num_home else copies[rank, slot - num_home]
-            return int(one)
-
-        made = kind.sync.submit_push(key, weights, *lists, experts=experts, plan_hash=plan.hash)
-        hooks = self.hooks.get((key.model, key.layer))
-        if hooks is not None and hooks.weights_release is not None:
-            hooks.weights_release(made.pushed)
+        experts = expert_of(homes, plan.static_slot_expert_LGX[index])
+        options = {"experts": experts, "plan_hash": plan.hash, "ready": ready}
+        made = kind.sync.submit_push(key, weights, *lists, **options)
+        kind.keep(made, is_ahead=is_ahead)
+        self.counts.of(key.model, key.layer).pushed_bytes += len(made.pushes) * kind.slot_bytes
+        self.hooks.get((key.model, key.layer), LayerHooks()).release(made.pushed)
         return made
 
     def _push_ahead(self, use: Use, index: int) -> None:
         """Pushes the replicas of the next use, where it is certain and its weights are there."""
         following = self._successor(use, index)
-        tables = None if following is None else use.step.built_tables(use, following)
-        if following is None or tables is None:
+        if following is None:
+            self._push_said()
             return
-        key = self._key(use, following, self.direction)
-        weights = use.step.attachment.pushed_weights(following, tables.num_static)
-        kind = self._kinds.get(_kind_key(weights))
-        if kind is None:  # sharded by the host until its entry
-            return
-        kind.sync.log = self.log
-        hooks = self.hooks.get((key.model, key.layer), LayerHooks())
-        if hooks.weights_ready is not None and hooks.weights_ready() is None:
-            return
-        if kind.ahead is None and kind.sync.num_ahead < kind.sync.layout.weight_buffers:
+        tables = use.step.built_tables(use, following)
+        if tables is not None:
             lists = (tables.push_list, tables.pull_list)
-            kind.ahead = self._submit(kind, key, use, following, weights, lists)
+            self._push_one((use, following, self.direction), lists, tables.num_static)
+
+    def _push_said(self) -> None:
+        """Pushes the first use that the host said; its replicas are those of the plan."""
+        if self._said:
+            use, index, _ = self._said[0]
+            source = use.step.source_of(use.pass_, use.micro_batch, index)
+            lists = (source.push_list, source.pull_list)
+            if self._push_one(self._said[0], lists, source.num_static):
+                self._said.popleft()
+
+    def _push_one(self, following: Following, lists: Lists, num_static: int) -> bool:
+        """Pushes the replicas of a use ahead of its turn, if that is possible now."""
+        use, index, _ = following
+        key = self._key(*following)
+        weights = use.step.attachment.pushed_weights(index, num_static)
+        kind = self._kinds.get(kind_key(weights))
+        if kind is None:  # sharded by the host until its entry
+            return False
+        kind.sync.log = self.log
+        is_ready, event = self.hooks.get((key.model, key.layer), LayerHooks()).ready()
+        is_full = kind.ahead is not None or kind.sync.num_ahead >= kind.sync.layout.weight_buffers
+        if not is_ready or is_full:
+            return False
+        self._submit(kind, key, use, index, weights, lists, event, is_ahead=True)
+        return True
 
     def _successor(self, use: Use, index: int) -> int | None:
         """Place of the layer that certainly runs next in this direction."""
-        layers = use.step.attachment.moe_layers
-        model = use.step.attachment.name
+        model, layers = use.step.attachment.name, use.step.attachment.moe_layers
         if self.direction == "forward":
             following, border = index + 1, index + 1
-            is_known = use.mode == "exact" and torch._C._current_graph_task_id() < 0
+            is_known = use.mode == "exact" and graph_task_id() < 0
         else:
             following, border = index - 1, index
             is_known = following >= 0 and (*_name(use), layers[following]) in self._direct
@@ -303,7 +313,7 @@ class DomainSync:
         self, use: Use | None, index: int | None, weights: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Gradient slots of the current use; the home gradients of its layer are complete."""
-        kind = self._kinds[_kind_key(weights)]
+        kind = self._kinds[kind_key(weights)]
         if use is None or index is None or kind.now is None:
             return kind.sync.grad_buffer(0)
         earlier, event = self._reducing.pop(self._layer(use, index), (kind, None))
@@ -340,24 +350,37 @@ class DomainSync:
 
     # -- ends --------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """The step ends: gradients are home, weights may change; gives back what is ahead.
+    def finish(self, model: str) -> None:
+        """A step ends: gradients are home, weights may change; gives back what is ahead.
+
+        Args:
+            model: whose step it is; others may be in theirs.
 
         Raises:
             ReplicaSyncError: something of the step failed.
         """
         for kind in self._kinds.values():
             kind.retire_now()
-            kind.abandon_ahead()
+            self._abandon_ahead(kind)
         for kind in self._kinds.values():
+            kind.sync.is_aborted()  # no wait may have met it, and the vote shall hear of it
             kind.sync.join()
-        self.forget_step()
+        self.counts.settle()
+        self.forget_step(model)
+        self._was_left = False
 
-    def forget_step(self) -> None:
-        """No use of the ended step comes any more."""
-        self._reducing.clear()
-        self._direct.clear()
-        self._num_backwards.clear()
+    def forget_step(self, model: str) -> None:
+        """No use of a model's ended step comes any more."""
+        for at in [at for at in self._reducing if at[0] == model]:
+            kind, event = self._reducing.pop(at)
+            kind.settle(event)  # the host may clear its gradients next
+        self._direct = {key for key in self._direct if key[0] != model}
+        self._num_backwards = {at: n for at, n in self._num_backwards.items() if at[0] != model}
+        self._said = collections.deque(one for one in self._said if _name(one[0])[0] != model)
+        for kind in self._kinds.values():
+            kind.forget(model)
+        self.counts.forget_waits()
+        self._was_left = True
 
     def abort(self) -> None:
         """This rank failed: ends the waits of all ranks of the domain."""
@@ -366,8 +389,7 @@ class DomainSync:
 
     def _key(self, use: Use, index: int, direction: str) -> UseKey:
         model, layer = self._layer(use, index)
-        step = use.step.optimizer_step
-        return UseKey(model, step, use.pass_, use.micro_batch, layer, direction)
+        return UseKey(model, use.step.optimizer_step, use.pass_, use.micro_batch, layer, direction)
 
     def _layer(self, use: Use, index: int) -> tuple[str, int]:
         attachment = use.step.attachment
@@ -376,7 +398,3 @@ class DomainSync:
 
 def _name(use: Use) -> tuple[Any, ...]:
     return (use.step.attachment.name, *use.key)
-
-
-def _kind_key(weights: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple((name, w.dtype, tuple(w.shape[1:])) for name, w in weights.items())

@@ -182,11 +182,25 @@ class Splits:
     Attributes:
         send, recv: tokens to and from each rank, ``[G]``.
         hops: those of a two-hop dispatch, None where tokens travel directly.
+        send_first: place of this rank's first token among those that each rank receives, ``[G]``.
+        return_first: place of the first token that this rank returns to each rank, among all that
+            are returned to that rank, ``[G]``.
+
+    Example:
+        >>> from relibra.layout import ExpertLayout
+        >>> from relibra.rank_tables import SourceRoute
+        >>> counts = np.array([[1, 2], [3, 4]])
+        >>> source = SourceRoute.live(counts, ExpertLayout.identity(2, 2), 0, 1, 1)
+        >>> splits = Splits.of(counts, 1, source, None)
+        >>> splits.send, splits.recv, splits.send_first, splits.return_first
+        ([3, 4], [2, 4], [1, 2], [1, 3])
     """
 
     send: list[int]
     recv: list[int]
     hops: HopSplits | None = None
+    send_first: list[int] = dataclasses.field(default_factory=list)
+    return_first: list[int] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(
@@ -201,9 +215,11 @@ class Splits:
             ranks: place in a two-hop dispatch, None without one.
         """
         num_ranks = len(counts)
-        send, recv = counts[rank, :num_ranks].tolist(), counts[:, rank].tolist()
+        pairs_GG = counts[:, :num_ranks]
+        send, recv = pairs_GG[rank].tolist(), pairs_GG[:, rank].tolist()
         if ranks is None or source.relay_rows_NP is None:
-            return cls(send, recv)
+            before = pairs_GG[:rank].sum(0).tolist(), pairs_GG[:, :rank].sum(1).tolist()
+            return cls(send, recv, None, *before)
         rows = np.asarray(source.send_rows_G), np.asarray(source.recv_rows_G)
         return cls(send, recv, HopSplits.of(ranks, counts, *rows, source.relay_rows_NP))
 

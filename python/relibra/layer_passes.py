@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from relibra.balanced_moe import MoEHandle
     from relibra.expert_weights import ExpertWeights
     from relibra.layer_options import LayerOptions
-    from relibra.token_exchange import PendingSum, PendingTokens
+    from relibra.token_exchange import PendingTokens
+    from relibra_kernels.transport.dispatch import Arrival
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def run_forward(
     scores_TK: torch.Tensor,
     call: LayerCall,
     dispatched: PendingTokens | None = None,
-) -> tuple[PendingSum, Kept]:
+) -> tuple[Arrival, Kept]:
     """Outputs of the layer on their way back, and what the backward needs.
 
     Args:
@@ -90,6 +91,8 @@ def run_forward(
         dispatched: the tokens on their way, None to send them here.
     """
     handle, options = call.handle, call.options
+    if handle.virtual is not None:
+        return handle.virtual.forward(x_TD, scores_TK, call, dispatched)
     handle.movers.enter_experts(handle, call.described())
     wide_TK = scores_TK.to(accumulation_dtype(x_TD.dtype))
     x_UD, scores_UK = (dispatched or start_tokens(x_TD, wide_TK, handle)).wait()
@@ -130,6 +133,8 @@ def run_backward(
         One a need; None where not wanted, or added to ``main_grad``.
     """
     handle, options = call.handle, call.options
+    if handle.virtual is not None:
+        return handle.virtual.backward(dy_TD, kept, call, weights, needs)
     needs_x, needs_scores, *needs_weights = needs
     wanted = call.weights.regroup(needs_weights, any)
     handle.movers.enter_backward(handle, f"{needs_x} {needs_scores} {wanted}")

@@ -34,7 +34,12 @@ class LocalMovers:
         return x
 
     def start_exchange(
-        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+        self,
+        x: torch.Tensor,
+        send_splits: list[int],
+        recv_splits: list[int],
+        what: str,
+        channel: str = "",
     ) -> Arrival:
         """The rows themselves, here already."""
         return PendingRows(x, x, None, Ranks.of(None), what)

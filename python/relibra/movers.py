@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from relibra_kernels.reference.combine import accumulation_dtype
 from relibra_kernels.slot_layout import SlotLayout
+from relibra_kernels.transport.row_arena import OUT_CHANNELS
+from relibra_kernels.transport.row_sync import RowWay
+from relibra_kernels.transport.sync_report import UseKey
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from relibra.rank_tables import Exchange, LayerTables
     from relibra.runtime import Runtime
     from relibra.use import Use
-    from relibra_kernels.transport.dispatch import Arrival, FlatDispatch
+    from relibra_kernels.transport.dispatch import Arrival, DispatchTransport, FlatDispatch
     from relibra_kernels.transport.two_hop import Relay
 
 
@@ -86,13 +91,37 @@ class GroupMovers:
         return self.start_exchange(x, send_splits, recv_splits, what).wait()
 
     def start_exchange(
-        self, x: torch.Tensor, send_splits: list[int], recv_splits: list[int], what: str
+        self,
+        x: torch.Tensor,
+        send_splits: list[int],
+        recv_splits: list[int],
+        what: str,
+        channel: str = "",
     ) -> Arrival:
         """`exchange` without waiting."""
         with self.runtime.noting_failure():
-            flat = self.runtime.dispatcher.flat
-            rows = flat.start(x, send_splits, recv_splits, what=what)
+            transport = self._transport(channel, what)
+            rows = transport.start(x, send_splits, recv_splits, what=what)
         return _NotedArrival(rows, self.runtime)
+
+    def _transport(self, channel: str, what: str) -> DispatchTransport:
+        """Peer dispatch for rows of a channel whose places the plan knows; else the flat one."""
+        dispatcher, use, index = self.runtime.dispatcher, self.use, self.index
+        if dispatcher.peer is None or not channel:
+            return dispatcher.flat
+        if use is None or index is None or use.mode != "exact":
+            return dispatcher.flat
+        step, key = use.step, (use.pass_, use.micro_batch, index)
+        if channel in OUT_CHANNELS:
+            first_G = step.splits_of(key).send_first
+        elif channel == "y" and self.runtime.combine == "exact":
+            first_G = step.source_of(*key).return_first_G
+        else:
+            first_G = step.splits_of(key).return_first
+        attachment = step.attachment
+        layer, name = attachment.moe_layers[index], what.rpartition(": ")[2]
+        row_key = UseKey(attachment.name, *use.key, layer, name)
+        return dispatcher.peer.over(RowWay(channel, row_key, first_G, step.plan.hash))
 
     def start_relay(self, x: torch.Tensor, relay: Relay, what: str) -> Arrival:
         """Rows over two hops."""
@@ -126,11 +155,27 @@ class GroupMovers:
                 return sync.push(self.use, self.index, weights, tables)
         buffers = self.runtime.buffers.weights(weights)
         pairs = [(home, buffers[name]) for name, home in weights.items()]
+        since = time.perf_counter()
         with self.runtime.noting_failure():
             self.runtime.replicas.push(
                 pairs, tables.push_list, tables.pull_list, what=f"{what}: push"
             )
+        self._count(pairs, len(tables.push_list), since)
         return buffers
+
+    def _count(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], num_pushes: int, since: float
+    ) -> None:
+        """Counts a push at the entry of a layer, which waited for all of it."""
+        if self.use is None or self.index is None:
+            return
+        attachment = self.use.step.attachment
+        counts = self.use.step.replica_counts.of(attachment.moe_layers[self.index])
+        counts.at_entry += 1
+        counts.pushed_bytes += num_pushes * sum(slot[0].nbytes for _, slot in pairs if len(slot))
+        is_host = all(slot.device.type == "cpu" for _, slot in pairs)
+        # of the device nobody keeps the time
+        counts.waited_s += time.perf_counter() - since if is_host else math.nan
 
     def release_weights(self) -> None:
         """The replica slots of the last push may be overwritten."""

@@ -167,7 +167,7 @@ def build_report(plan: StepPlan) -> PlanReport:
 
 
 def _compute(plan: StepPlan) -> PlanReport:
-    uses = [_PassFigures(plan, name, one) for name, one in plan.passes.items()]
+    uses = [PassFigures(plan, name, one) for name, one in plan.passes.items()]
     rank_rows = np.concatenate([use.rank_rows_QG for use in uses])
     routed = np.concatenate([use.routed_rank_rows_QG for use in uses])
     totals = np.concatenate([use.totals_QE for use in uses])
@@ -185,9 +185,9 @@ def _compute(plan: StepPlan) -> PlanReport:
         plan.strategy,
         plan.config.cost,
         int(keep.sum()),
-        *_imbalance(rank_rows),
-        *_imbalance(node_rows / sizes, sizes),
-        *_imbalance(routed),
+        *imbalance_figures(rank_rows),
+        *imbalance_figures(node_rows / sizes, sizes),
+        *imbalance_figures(routed),
         *_gaps(plan, rank_rows, node_rows, totals),
         replicas=replicas,
         push_bytes=_times(replicas, plan.shape.expert_bytes),
@@ -230,8 +230,14 @@ def _static(plan: StepPlan) -> tuple[int, int | None, int | None, int | None, in
     return copies, refreshes, copies * weight_bytes, copies * gradient_bytes, memory
 
 
-class _PassFigures:
-    """Arrays of one pass over its Q = M * L instances."""
+class PassFigures:
+    """Arrays of one pass over its Q = M * L instances.
+
+    Args:
+        plan: holds the pass.
+        name: of the pass.
+        one: the pass.
+    """
 
     def __init__(self, plan: StepPlan, name: str, one: PassPlan) -> None:
         rows = one.slot_rows_MLGn.reshape(-1, *one.slot_rows_MLGn.shape[2:])
@@ -260,7 +266,7 @@ class _PassFigures:
         self.worst_padded = int(padded.sum(2).max(initial=0))
 
 
-def _imbalance(
+def imbalance_figures(
     rows: npt.NDArray[Any], weight: npt.NDArray[Any] | None = None
 ) -> tuple[float, float, float]:
     """Mean, p99 and max of max / mean along the last axis; means weighted by `weight`."""

@@ -94,6 +94,9 @@ class SourceRoute:
         relay_rows_NP: rows that pass this rank in a two-hop dispatch, None without one; see
             `relibra.hop_splits`.
         num_static: X, static slots among the n.
+        return_first_G: place of the first row that this rank returns to each rank, among all rows
+            that are returned to that rank.
+        most_rows: rows of the rank that sends the most.
     """
 
     quota: SlotQuota
@@ -104,6 +107,8 @@ class SourceRoute:
     pull_list: torch.Tensor
     relay_rows_NP: np.ndarray | None = None
     num_static: int = 0
+    return_first_G: list[int] = dataclasses.field(default_factory=list)
+    most_rows: int = 0
 
     @classmethod
     def build(
@@ -163,6 +168,8 @@ class SourceRoute:
             pull_list=pull_list,
             relay_rows_NP=None if hops is None else hops.through_here(by_rank_GG),
             num_static=num_static,
+            return_first_G=by_rank_GG[:, :rank].sum(1).tolist(),
+            most_rows=int(by_rank_GG.sum(1).max()),
         )
 
     @classmethod

@@ -7,7 +7,7 @@ layout of its own), ``GroupMovers`` moves the data of one use of one layer.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from relibra.agreement import agree, gather_tensor, stack_loads, wire_device
 from relibra.attachment import Attachment
@@ -15,9 +15,10 @@ from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
 from relibra.dispatcher import hop_ranks
 from relibra.movers import ReplicaBuffers
 from relibra.planner.problem import make_problem
+from relibra.replica_counts import ReplicaCounts
 from relibra.runtime_groups import RuntimeGroups
 from relibra.runtime_state import RuntimeState
-from relibra.runtime_transport import TRANSPORTS
+from relibra.runtime_transport import TRANSPORTS, check_waits, end_transport
 from relibra.runtime_warmup import RuntimeWarmup
 from relibra.sharded_planning import plan_sharded
 from relibra.step import TrainingStep
@@ -27,10 +28,10 @@ from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError, ReplicaSyncError
 from relibra_kernels.ops.backend import BACKENDS
 from relibra_kernels.ops.gemm_launch import default_block_rows
-from relibra_kernels.transport.group import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from typing import Self
 
     import torch
     import torch.distributed as dist
@@ -44,18 +45,25 @@ if TYPE_CHECKING:
     from relibra.route_checks import Routes
     from relibra.shape import ModelShape
     from relibra.token_sample import TokenSample
+    from relibra_kernels.transport.provider_choice import ProviderOptions
 
 
 class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
     """Balanced training on one EP group.
+
+    Close it, or use it in a ``with`` block: one that is only dropped keeps its threads and its
+    shared memory until the process ends.
 
     Args:
         group: the process group of expert parallelism; None is a group of one rank.
         topology: node and rail of every rank; None puts all ranks on one node.
         replica_slots: S, replica slots a rank; plans may use fewer, not more.
         transport: ``"dist"`` moves replicas with ``torch.distributed``; ``"cpu_shm"`` through
-            shared memory between the processes of a node, on the CPU; ``"auto"`` takes the best
-            that works without being asked for, which today is ``"dist"``.
+            shared memory between the processes of a node, on the CPU; ``"torch_symm"`` and
+            ``"nvshmem"`` through symmetric memory of the GPUs of a node; ``"auto"`` takes
+            ``"torch_symm"``, ``"nvshmem"`` or ``"dist"``, the first that works on all ranks, and
+            logs why not a better one; ``"local"`` runs all ranks of ``topology`` in this process,
+            see `relibra.local_runtime`.
         combine: ``"reduced"`` sums rows at each destination before they return; ``"exact"``
             returns every row, so that outputs are bitwise independent of the plan.
         grad_mode: ``"returned"`` gives weight gradients to autograd; ``"main_grad"`` adds them to
@@ -68,19 +76,39 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
             interpreter: for tests, it is slow.
         dispatch: ``"flat"`` sends a token once to every rank that computes a row of it,
             ``"two_hop"`` once to every node, see `relibra.hop_tables`; nodes of one size.
+            ``"peer"`` is flat on one node, written straight into the receivers' memory; it needs a
+            ``transport`` with symmetric memory. Receive buffers grow when a step starts that needs
+            more, see `TrainingStep.row_buffer_bytes`.
         timeout_s: seconds that a rank waits for its peers; None keeps the time-out of ``group``.
             With a number the runtime makes a group of its own over the same ranks (collective).
+        transport_options: how symmetric memory is made and used, such as that nothing else in the
+            process uses NVSHMEM; see `relibra_kernels.transport.provider_choice.ProviderOptions`.
 
     Raises:
         TypeError, ValueError: an unknown mode, a number out of range, or a topology of another
             size than the group, or (PlanError) with nodes of different sizes for ``"two_hop"``.
-        ReplicaSyncError: with ``timeout_s``: a rank did not take part in time.
+        ReplicaSyncError: with ``timeout_s``: a rank did not take part in time; or the named
+            transport does not work on some rank, on every rank, with the reason.
 
     Example:
         >>> runtime = Runtime()
         >>> runtime.num_ranks, runtime.rank, str(runtime.topology)
         (1, 0, '1 nodes x 1 ranks')
     """
+
+    _kinds: ClassVar[dict[str, type[Runtime]]] = {}  # transport -> the class that has it
+
+    def __init_subclass__(cls, transport: str | None = None, **options: Any) -> None:
+        """Say which transport a subclass is for."""
+        super().__init_subclass__(**options)
+        if transport is not None:
+            Runtime._kinds[transport] = cls
+
+    def __new__(cls, *args: Any, transport: str = "auto", **options: Any) -> Self:
+        """A runtime of the class that has the transport."""
+        kind = cls._kinds.get(transport, cls) if cls is Runtime else cls
+        made: Any = super().__new__(kind)
+        return cast("Self", made)
 
     def __init__(
         self,
@@ -95,6 +123,7 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         kernels: str = "auto",
         dispatch: str = "flat",
         timeout_s: float | None = None,
+        transport_options: ProviderOptions | None = None,
     ) -> None:
         check_choice("transport", transport, TRANSPORTS)
         self.combine = check_choice("combine", combine, COMBINE_MODES)
@@ -104,12 +133,10 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         if block_rows is None:
             block_rows = default_block_rows(wire_device(group), kernels)
         self.block_rows = check_int("block_rows", block_rows, minimum=1, maximum=1 << 16)
-        if timeout_s is not None and not 0 < float(timeout_s) <= 1e6:
-            raise ValueError(f"timeout_s: need more than 0 and up to 1e+06 s, got {timeout_s}")
+        check_waits(timeout_s, transport_options)
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology: need a Topology, got {type(topology).__name__}")
-        ranks = Ranks.of(group)
-        self.num_ranks, self.rank = ranks.size, ranks.rank
+        self.num_ranks, self.rank = self._place(group)
         self.topology = topology or Topology(1, self.num_ranks)
         if self.topology.num_ranks != self.num_ranks:
             raise ValueError(
@@ -117,8 +144,10 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
             )
         hop_ranks(dispatch, self.topology, self.rank)  # refuses what cannot be
         self.transport, self.dispatch, self.timeout_s = transport, dispatch, timeout_s
+        self.transport_options = transport_options
         self.attachments: dict[str, Attachment] = {}
         self.buffers, self.table_memory = ReplicaBuffers(self.replica_slots), TableMemory()
+        self.replica_counts = ReplicaCounts()
         self._connect(group)
 
     # -- models ------------------------------------------------------------------------------
@@ -143,14 +172,34 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         self.require_open()
         if name in self.attachments:
             raise ValueError(f"name: {name!r} is attached already; need a new name")
-        attachment = Attachment(self, model, optimizer, name)
-        for moe in attachment.layers.values():
-            slots = moe.expert_weights.slots()
-            self._prepare(slots)
+        attachment = self._new_attachment(model, optimizer, name)
+        try:
+            for moe in attachment.layers.values():
+                self._prepare(moe.expert_weights.slots())
+        except BaseException:
+            attachment.release()
+            raise
         self.attachments[name] = attachment
 
+    def _new_attachment(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str
+    ) -> Attachment:
+        return Attachment(self, model, optimizer, name)
+
+    @property
+    def model_shard(self) -> tuple[int, int]:
+        """Which part of their experts the layers of its models hold: one of how many."""
+        return self.rank, self.num_ranks
+
     def detach(self, name: str) -> None:
-        """Forget a model; its layers keep their weights where they are."""
+        """Forget a model; its layers keep their weights where they are.
+
+        Raises:
+            ValueError: there is no such model.
+            RuntimeError: inside a training step of it, whose backward may still come.
+        """
+        if self.attachment(name).active is not None:
+            raise RuntimeError(f"detach: model {name!r} is in a training step")
         self.attachment(name).release()
         self.table_memory.forget_model(name)
         self.forget_hooks(name)
@@ -306,12 +355,17 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
     @contextlib.contextmanager
     def noting_failure(self) -> Iterator[None]:
         """After a failed collective the ranks may stand anywhere: nothing here can be trusted."""
+        self.require_process()
         try:
             yield
         except ReplicaSyncError as error:
-            self.failure = error
+            self.dispatcher.abort()
             if self.domain_sync is not None:
                 self.domain_sync.abort()
+            is_first = self.failure is None
+            self.failure = error  # before peers are asked, which an interrupt may end
+            if is_first:
+                self.explained(error)
             raise
 
     def close(self) -> None:
@@ -323,6 +377,7 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
             attachment.release()
         self.attachments.clear()
         self._disconnect()
+        end_transport(peers_alive=self.failure is None)
 
     def __enter__(self) -> Runtime:
         """The runtime itself; closed at the end of the block."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import abc
+import os
 import traceback
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from relibra.agreement import own_group
-from relibra.dispatcher import Dispatcher, hop_ranks
+from relibra.agreement import group_timeout, own_group
+from relibra.departures import Departures
+from relibra.dispatcher import Dispatcher, hop_ranks, make_peer
 from relibra.runtime_replicas import RuntimeReplicas
 from relibra.runtime_transport import make_domain_sync
+from relibra_kernels.checks import check_process
 from relibra_kernels.transport.group import Ranks
 from relibra_kernels.transport.replica import DistReplica
+from relibra_kernels.transport.row_arena import CHANNELS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from relibra.attachment import Attachment
     from relibra.table_ring import TableMemory
     from relibra.topology import Topology
+    from relibra_kernels.transport.provider_choice import ProviderOptions
 
 
 class RuntimeGroups(RuntimeReplicas):
@@ -40,12 +45,14 @@ class RuntimeGroups(RuntimeReplicas):
     dispatch: str
     replica_slots: int
     timeout_s: float | None
+    transport_options: ProviderOptions | None = None
     attachments: dict[str, Attachment]
     table_memory: TableMemory
     group: dist.ProcessGroup | None = None
     failure: Exception | None = None
     _is_suspended = _closed = False
     _generation = 0
+    _process = 0
 
     @abc.abstractmethod
     def agree(self, facts: Mapping[str, int], *, what: str, fault: Exception | None = None) -> None:
@@ -67,51 +74,76 @@ class RuntimeGroups(RuntimeReplicas):
             if attachment.active is not None:
                 fault = RuntimeError(f"suspend: model {name!r} is in a training step")
         self.agree({}, what="suspend", fault=fault)
+        for side in (self.dispatcher.peer, self.domain_sync):
+            if side is not None:
+                side.meet()
         self._disconnect()
         self._is_suspended = True
 
     def resume(self, group: dist.ProcessGroup | None) -> None:
         """Goes on over a new process group; collective.
 
+        Where that fails the runtime stays suspended.
+
         Args:
             group: as many ranks as before, in the same order.
 
         Raises:
-            RuntimeError: the runtime is not suspended.
+            RuntimeError: the runtime is not suspended, or an earlier call failed in a collective.
             ValueError: another number of ranks, or another rank here.
             ReplicaSyncError: a rank did not take part in time.
         """
         if self._closed or not self._is_suspended:
             raise RuntimeError("resume: need a suspended runtime, got one that is not")
-        ranks = Ranks.of(group)
-        if (ranks.size, ranks.rank) != (self.num_ranks, self.rank):
+        if self.failure is not None:
+            self.require_open()
+        size, rank = self._place(group)
+        if (size, rank) != (self.num_ranks, self.rank):
             raise ValueError(
-                f"group: need rank {self.rank} of {self.num_ranks} as before, got rank "
-                f"{ranks.rank} of {ranks.size}"
+                f"group: need rank {self.rank} of {self.num_ranks} as before, got rank {rank} of "
+                f"{size}"
             )
-        self._is_suspended = False
-        self._connect(group)
+        with self.noting_failure():
+            self._connect(group)
         for attachment in self.attachments.values():
             for moe in attachment.layers.values():
                 self._prepare(moe.expert_weights.slots())
+        self._is_suspended = False  # not before: half a connection moves nothing
 
     def require_open(self) -> None:
         """Raise unless the runtime can work.
 
         Raises:
-            RuntimeError: it was closed, is suspended, or failed.
+            RuntimeError: it was closed, is suspended, or failed, or this is a forked child, to
+                which threads and process groups do not pass on.
         """
         if self._closed:
             raise RuntimeError("the runtime is closed; make a new one")
-        if self._is_suspended:
-            raise RuntimeError("the runtime is suspended; call resume(group) first")
+        self.require_process()
         if self.failure is not None:
             raise RuntimeError(
                 f"the runtime failed before ({self.failure}); make a new one"
             ) from self.failure
+        if self._is_suspended:
+            raise RuntimeError("the runtime is suspended; call resume(group) first")
+
+    def require_process(self) -> None:
+        """Raise in a forked child of the process that connected the runtime, which would hang.
+
+        Raises:
+            RuntimeError: that is so; names both processes.
+        """
+        if self.num_ranks > 1:
+            check_process("the runtime", self._process)
+
+    def _place(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
+        """Number of EP ranks, and this one."""
+        ranks = Ranks.of(group)
+        return ranks.size, ranks.rank
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         """Transports over a group; collective with a time-out of its own or symmetric memory."""
+        self._process = os.getpid()  # whose threads and groups these are
         self.group, self._groups = group, list[dist.ProcessGroup]()
         if group is not None and self.timeout_s is not None:
             self.group = own_group(group, self.timeout_s)
@@ -120,9 +152,9 @@ class RuntimeGroups(RuntimeReplicas):
         hops = hop_ranks(self.dispatch, self.topology, self.rank)
         self.dispatcher = Dispatcher(self.group, hops, self.timeout_s)
         self.replicas = DistReplica(self.group)
+        self.departures = Departures(self.group, self._patience_s())
         self._generation += 1
-        before, self.domain_sync = self.domain_sync, None
-        self.domain_sync = make_domain_sync(
+        made = make_domain_sync(
             self.transport,
             self.group,
             self.topology,
@@ -131,20 +163,68 @@ class RuntimeGroups(RuntimeReplicas):
             self.timeout_s,
             self._groups,
             generation=self._generation,
+            for_rows=self.dispatch == "peer",
+            options=self.transport_options,
         )
-        if before is not None and self.domain_sync is not None:
-            self.domain_sync.hooks, self.domain_sync.log = before.hooks, before.log
+        if made is not None:
+            made.counts = self.replica_counts
+            if self.domain_sync is not None:  # of before a sleep
+                made.hooks, made.log = self.domain_sync.hooks, self.domain_sync.log
+        self.domain_sync = made
+        self._connect_rows()
+
+    def _connect_rows(self) -> None:
+        """Peer dispatch over the memory of the replicas."""
+        try:
+            self.dispatcher.peer = make_peer(
+                self.dispatch, self.num_ranks, self.domain_sync, self.transport
+            )
+        except ValueError:  # on all ranks
+            self._disconnect()
+            raise
+
+    def reserve_rows(self, needs: Mapping[str, int], what: str) -> int:
+        """Receive buffers of peer dispatch for a step; collective with ``dispatch="peer"``.
+
+        Args:
+            needs: channel -> bytes of a buffer, equal on all ranks.
+            what: the step.
+
+        Returns:
+            Bytes of all buffers on this rank; 0 with other dispatch.
+
+        Raises:
+            PlanError: the ranks do not agree on the sizes; names them, on every rank.
+            ReplicaSyncError: no memory, or a rank did not take part in time.
+        """
+        peer = self.dispatcher.peer
+        if peer is None:
+            return 0
+        sizes = zip(CHANNELS, peer.grown(needs).channel_bytes, strict=True)
+        facts = {f"bytes of a receive buffer of channel {name!r}": size for name, size in sizes}
+        self.agree(facts, what=f"{what}: receive buffers")
+        with self.noting_failure():
+            return peer.reserve(needs)
+
+    def _patience_s(self) -> float:
+        """Seconds that a collective of this runtime waits."""
+        timeout = None if self.group is None else group_timeout(self.group)
+        return 1.0 if timeout is None else timeout.total_seconds()
 
     def _disconnect(self) -> None:
         """Frees buffers and the groups that were made here."""
         self.buffers.clear()
         self.table_memory.clear()
+        if self.dispatcher.peer is not None:
+            self.dispatcher.peer.close(peers_alive=self.failure is None)
         if self.domain_sync is not None:
             self.domain_sync.close(peers_alive=self.failure is None)
             if self.failure is not None:  # its frames hold views of that memory
                 traceback.clear_frames(self.failure.__traceback__)
-        if self.failure is None and dist.is_initialized():
+        is_own = self._process == os.getpid()
+        if is_own and self.failure is None and dist.is_initialized():
             for group in (*self.dispatcher.groups(), *self._groups[::-1]):
                 dist.destroy_process_group(group)
         self.group, self._groups = None, []
         self.dispatcher, self.replicas = Dispatcher(None, None, None), DistReplica(None)
+        self.departures = Departures(None)

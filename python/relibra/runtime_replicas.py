@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from typing import TYPE_CHECKING
 
-from relibra.domain_sync import LayerHooks
+from relibra.layer_kinds import LayerHooks
 from relibra_kernels.errors import ReplicaSyncError
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
     import torch
 
     from relibra.attachment import Attachment
+    from relibra.departures import Departures
+    from relibra.dispatcher import Dispatcher
     from relibra.domain_sync import DomainSync
     from relibra.movers import ReplicaBuffers
+    from relibra.replica_counts import ReplicaCounts
 
 
 class RuntimeReplicas(abc.ABC):
@@ -25,9 +28,14 @@ class RuntimeReplicas(abc.ABC):
 
     Attributes:
         domain_sync: replicas over symmetric memory; None where ``torch.distributed`` moves them.
+        replica_counts: what they cost, by model.
+        departures: why ranks left a step alone.
     """
 
     buffers: ReplicaBuffers
+    replica_counts: ReplicaCounts
+    departures: Departures
+    dispatcher: Dispatcher
     domain_sync: DomainSync | None = None
 
     @abc.abstractmethod
@@ -55,7 +63,8 @@ class RuntimeReplicas(abc.ABC):
         Args:
             layer: decoder layer number.
             weights_ready: called on every rank at the same places: None while nobody can tell,
-                then the layer is pushed at its own entry; anything else means that they are there.
+                then the layer is pushed at its own entry; an event of the device (on the CPU a
+                `threading.Event`) that the push waits for; True where they are there.
             weights_release: called with an event after which the weights have been read.
             starts_stage: other layers may run between the layer before and this one, such as
                 where a pipeline stage begins: nothing is pushed ahead across that border.
@@ -82,26 +91,56 @@ class RuntimeReplicas(abc.ABC):
             self.buffers.weights(slots)
             self.buffers.grads(slots)
             return
-        for name, weights in slots.items():
-            if weights.device.type != "cpu":
-                raise ValueError(
-                    f'{name}: need weights on the CPU with transport="cpu_shm", got '
-                    f"{weights.device}"
-                )
         with self.noting_failure():
             self.domain_sync.prepare(slots)
 
-    def replica_fault(self) -> Exception | None:
-        """Ends the replicas' part of a step: what went wrong, None where gradients are home."""
+    def replica_fault(self, model: str) -> Exception | None:
+        """Ends the replicas' part of a step: what went wrong, None where gradients are home.
+
+        Args:
+            model: name of the attached model whose step it is.
+        """
         try:
             with self.noting_failure():
+                if self.dispatcher.peer is not None:
+                    self.dispatcher.peer.finish()
                 if self.domain_sync is not None:
-                    self.domain_sync.finish()
-        except ReplicaSyncError as error:
+                    self.domain_sync.finish(model)
+        except Exception as error:  # whatever it is, the peers must hear of it
             return error
         return None
 
-    def forget_replicas(self) -> None:
-        """A step ended by an error: none of its uses comes any more."""
+    @contextlib.contextmanager
+    def voting(self, fault: Exception | None) -> Iterator[None]:
+        """The ranks agree whether a step was good: a failure after it ends no collective of it.
+
+        Args:
+            fault: of this rank: then the step is good on no rank, and its collectives may end.
+        """
+        if self.domain_sync is None or fault is not None:
+            yield
+            return
+        with self.domain_sync.on_abort.holding():
+            yield
+
+    def leave_step(self, model: str, error: BaseException, what: str) -> None:
+        """A step ended by an error: none of its uses comes any more.
+
+        Args:
+            model: name of the attached model whose step it is.
+            error: of this rank.
+            what: the step.
+        """
+        if not isinstance(error, ReplicaSyncError):  # whose cause lies elsewhere
+            self.departures.note(error, what)
+        if self.dispatcher.peer is not None:
+            self.dispatcher.peer.leave()
         if self.domain_sync is not None:
-            self.domain_sync.forget_step()
+            self.domain_sync.forget_step(model)  # waits for gradients on their way home
+
+    def explained(self, error: ReplicaSyncError) -> ReplicaSyncError:
+        """The same error, with what other ranks told: who left the step, or who said nothing."""
+        told = self.departures.told()
+        if told:
+            error.args = (f"{error}; {told}", *error.args[1:])
+        return error

@@ -14,10 +14,12 @@ import torch
 from relibra.token_exchange import start_tokens
 from relibra_kernels.checks import check_tensor, describe
 from relibra_kernels.reference.combine import accumulation_dtype
+from relibra_kernels.thread_state import graph_task_id
 
 if TYPE_CHECKING:
     from relibra.balanced_moe import MoEHandle
-    from relibra.token_exchange import PendingSum, PendingTokens
+    from relibra.token_exchange import PendingTokens
+    from relibra_kernels.transport.dispatch import Arrival
 
 
 def check_tokens(x: torch.Tensor, scores: torch.Tensor, handle: MoEHandle) -> None:
@@ -167,9 +169,9 @@ class Stages:
 
     def __init__(self, dispatched: DispatchedTokens | None, wait: bool) -> None:
         self.dispatched, self.wait = dispatched, wait
-        self.rows: PendingSum | None = None
+        self.rows: Arrival | None = None
 
-    def output(self, rows: PendingSum, x_TD: torch.Tensor) -> torch.Tensor:
+    def output(self, rows: Arrival, x_TD: torch.Tensor) -> torch.Tensor:
         """``[T, D]``: the sums, or memory that `PendingOutput` fills."""
         if self.wait:
             return rows.wait()
@@ -184,7 +186,7 @@ class PendingOutput:
     more copy of ``[T, D]`` than waiting inside.
     """
 
-    def __init__(self, y_TD: torch.Tensor, rows: PendingSum, handle: MoEHandle) -> None:
+    def __init__(self, y_TD: torch.Tensor, rows: Arrival, handle: MoEHandle) -> None:
         self._y_TD, self._rows, self._handle = y_TD, rows, handle
         self._is_done = False
         _note_made(handle, self._stage)
@@ -210,7 +212,7 @@ class PendingOutput:
 
 def _note_made(handle: MoEHandle, stage: str) -> None:
     """Notes a handle, but for recomputed layers: a checkpoint stops before the last is used."""
-    if torch._C._current_graph_task_id() < 0:
+    if graph_task_id() < 0:
         handle.movers.note_stage(stage, is_open=True)
 
 

@@ -23,7 +23,6 @@ from relibra.weight_grads import main_grad_of
 from relibra_kernels.errors import PlanError
 from relibra_kernels.reference.combine import accumulation_dtype
 from relibra_kernels.slot_layout import SlotLayout
-from relibra_kernels.transport.replica import DistReplica
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -161,7 +160,7 @@ class StaticSlots:
             fields = copies.moe.expert_weights.slots()
             pairs = [(home.detach(), copies.weights[name]) for name, home in fields.items()]
             with self.runtime.noting_failure(), torch.no_grad():
-                DistReplica(self.runtime.group).push(
+                self.runtime.replicas.push(
                     pairs,
                     copies.push_list,
                     copies.pull_list,
@@ -227,7 +226,7 @@ class StaticSlots:
         find = main_grad_of if into_main else _wide_grad
         home = {name: find(param) for name, param in params.items()}
         with self.runtime.noting_failure(), torch.no_grad():
-            DistReplica(self.runtime.group).reduce(
+            self.runtime.replicas.reduce(
                 [(copies.sums[name], home[name]) for name in names],
                 copies.push_list,
                 copies.pull_list,
@@ -237,7 +236,8 @@ class StaticSlots:
             return
         for name, param in params.items():
             if param.grad is None:
-                param.grad = home[name].to(param.dtype)
+                with torch.inference_mode(False):  # backwards add to it
+                    param.grad = home[name].to(param.dtype)
             elif param.grad is not home[name]:
                 param.grad.copy_(home[name])
 
@@ -284,7 +284,8 @@ def _wide_grad(param: torch.Tensor) -> torch.Tensor:
     """``param.grad`` in the accumulation dtype, zeros for None."""
     need = accumulation_dtype(param.dtype)
     if param.grad is None:
-        return torch.zeros(param.shape, dtype=need, device=param.device)
+        with torch.inference_mode(False):  # it may become the gradient
+            return torch.zeros(param.shape, dtype=need, device=param.device)
     return param.grad.to(need)
 
 

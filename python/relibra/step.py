@@ -7,7 +7,6 @@ any thread.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from typing import TYPE_CHECKING
 
@@ -16,26 +15,27 @@ import torch
 
 from relibra.hop_splits import Splits, count_tokens, cross_node_tokens
 from relibra.rank_tables import SourceRoute
-from relibra.route_checks import Routes, check_against_plan, check_modes, checked_routes
-from relibra.static_slots import num_static
+from relibra.replica_counts import StepCounts
+from relibra.route_checks import Routes, checked_routes
+from relibra.row_needs import row_needs
+from relibra.step_calls import StepCalls
+from relibra.step_facts import check_step_routes, step_facts
 from relibra.step_tables import StepTables
-from relibra.use import Use, check_same_ids
-from relibra_kernels.checks import check_int
+from relibra.use import Use
 from relibra_kernels.errors import PlanError
 from relibra_kernels.ops.backend import raise_device_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from relibra.attachment import Attachment
-    from relibra.balanced_moe import MoEHandle
     from relibra.dispatch_rows import DispatchRows
     from relibra.plan import StepPlan
     from relibra.rank_tables import LayerTables
 
 
-class TrainingStep:
+class TrainingStep(StepCalls):
     """Context of one optimizer step; made by ``runtime.step(...)``.
 
     Entering agrees with all ranks on plan, counts and micro-batches, moves experts if the plan's
@@ -48,6 +48,8 @@ class TrainingStep:
         cross_node_tokens: with ``dispatch="two_hop"``, tokens that cross between nodes in one
             dispatch of every replayed use, over all ranks: flat, and over two hops.
         static_sent_bytes: of weights that this rank sent to static copies when it entered.
+        row_buffer_bytes: of receive buffers and words on every rank, with ``dispatch="peer"``.
+        replica_counts: what replicas have cost this rank so far.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class TrainingStep:
         self._sources: dict[tuple[str, int, int], SourceRoute] = {}
         self._splits: dict[tuple[str, int, int], Splits] = {}
         self._tables = StepTables(self)
-        self._open = False
+        self._open, self._num_inside = False, 0
+        self.replica_counts = StepCounts()
 
     # -- entering and leaving ----------------------------------------------------------------
 
@@ -89,17 +92,28 @@ class TrainingStep:
         try:
             attachment.check_enter(self)
             self.routes = checked_routes(self._given_routes, attachment.moe_layers)
-            self._check_routes()
+            check_step_routes(self)
         except Exception as error:  # whatever it is, the peers must hear of it
             fault = error
-        self.runtime.agree(self._facts(), what=self._what, fault=fault)
+        self.runtime.agree(step_facts(self), what=self._what, fault=fault)
+        self.runtime.departures.forget()
+        try:
+            self._begin()
+        except BaseException as error:  # perhaps of this rank alone
+            self.runtime.leave_step(attachment.name, error, self._what)
+            raise
+        attachment.active, self._open = self, True
+        return self
+
+    def _begin(self) -> None:
+        """Brings layout, counts and static copies to where the plan wants them; collective."""
+        attachment = self.attachment
         if self.plan.layouts != attachment.layout:
             self.moved_experts, self.moved_bytes = attachment.migrate(self.plan.layouts)
         attachment.plan_hash = self.plan.hash
         self._exchange_counts()
         self.static_sent_bytes = attachment.static.send_weights(self.plan, self._what)
-        attachment.active, self._open = self, True
-        return self
+        self.replica_counts = self.runtime.replica_counts.begin(attachment.name)
 
     def __exit__(
         self,
@@ -122,30 +136,30 @@ class TrainingStep:
         static = self.attachment.static
         if error is not None:
             static.forget_sums()
-            self.runtime.forget_replicas()
+            self.runtime.leave_step(self.attachment.name, error, self._what)
             return
-        replicas = self.runtime.replica_fault()
-        self.runtime.agree(
-            {
-                "number of executed layers": self.num_uses,
-                "order of executed passes, micro-batches and layers (CRC-32)": self._order,
-            },
-            what=f"end of optimizer step {self.optimizer_step}",
-            fault=self.runtime.failure
-            or replicas
-            or unfinished
-            or self._device_fault()
-            or static.fault(),
+        replicas = self.runtime.replica_fault(self.attachment.name)
+        fault = (
+            self.runtime.failure or replicas or unfinished or self._device_fault() or static.fault()
         )
-        if static.return_grads(self._what):
-            self.runtime.agree({}, what=f"{self._what}: gradients of static copies are home")
+        with self.runtime.voting(fault):
+            self.runtime.agree(
+                {
+                    "number of executed layers": self.num_uses,
+                    "order of executed passes, micro-batches and layers (CRC-32)": self._order,
+                },
+                what=f"end of optimizer step {self.optimizer_step}",
+                fault=fault,
+            )
+            if static.return_grads(self._what):
+                self.runtime.agree({}, what=f"{self._what}: gradients of static copies are home")
 
     def _device_fault(self) -> Exception | None:
         """What kernels of this step found wrong; the only device sync of a step on CUDA."""
         try:
             for moe in self.attachment.layers.values():
                 raise_device_errors(moe.w13.device)
-        except ValueError as error:
+        except Exception as error:  # whatever it is, the peers must hear of it
             return error
         return None
 
@@ -161,76 +175,15 @@ class TrainingStep:
                 "inside `with runtime.step(...)`"
             )
 
-    # -- what hosts call ---------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def forward(self, *, micro_batch: int, pass_: str = "train") -> Iterator[Use]:
-        """Say which pass and micro-batch the layers execute on this thread.
-
-        Args:
-            micro_batch: number within the rollout batch.
-            pass_: a pass for which routes were given, or one of the live passes.
-
-        Raises:
-            ValueError: unknown pass, or a micro-batch outside this optimizer step.
-            RuntimeError: the step has ended.
-        """
-        self.require_open(f"{pass_}, micro-batch {micro_batch}")
-        known = sorted({*self.routes, *self.live_passes})
-        if pass_ not in known:
-            raise ValueError(f"pass_: need one of {known}, got {pass_!r}")
-        micro_batch = check_int("micro_batch", micro_batch, minimum=0)
-        if pass_ in self.routes and micro_batch not in self._micro_batches(pass_):
-            raise ValueError(
-                f"micro_batch: need one of {self._micro_batches(pass_)} in optimizer step "
-                f"{self.optimizer_step}, got {micro_batch}"
-            )
-        use = Use(self, pass_, micro_batch)
-        backward_follows = torch.is_grad_enabled()
-        with self.attachment.use_on_this_thread(use):
-            yield use
-        if not backward_follows:
-            for index in range(len(self.plan.layouts)):
-                self._tables.release((pass_, micro_batch, index))
-
-    def handle(self, layer: int, expert_ids: torch.Tensor | None = None) -> MoEHandle:
-        """Handle of a layer in the current use, for :func:`relibra.balanced_moe`.
-
-        Args:
-            layer: decoder layer number.
-            expert_ids: ``[T, K]`` to check against the replayed ids; needed where rows follow the
-                live router.
-        """
-        use = self._current(layer)
-        replayed = use.expert_ids(layer)
-        ids = expert_ids if replayed is None else replayed
-        if ids is None:
-            raise ValueError(f"expert_ids: need [T, K] ids, since {use} has no routes, got None")
-        return use.handle(layer, expert_ids, ids.shape[0])
-
-    def route(self, expert_ids_TK: torch.Tensor, layer: int) -> torch.Tensor:
-        """Slot of every choice, for hosts that keep their own dispatcher.
-
-        Args:
-            expert_ids_TK: ``[T, K]``, the replayed ids of the current use.
-            layer: decoder layer number.
-
-        Returns:
-            int32 ``[T, K]`` slot ids ``rank * (H + X + S) + slot``; -1 stays -1.
-        """
-        use = self._current(layer)
-        index = self.attachment.layer_index(layer)
-        planned = self.ids(use, index)
-        if planned is None or use.mode != "exact":
-            raise ValueError(f"route: need a use whose rows are all replayed, got {use}")
-        check_same_ids(expert_ids_TK, planned, f"{use}, layer {layer}")
-        quota = self.source_of(use.pass_, use.micro_batch, index).quota
-        slots: torch.Tensor = torch.ops.relibra.route_to_slots(
-            planned, quota.expert_first, quota.slot_id, quota.slot_quota
-        )
-        return slots
+    def cancel(self) -> None:
+        """The runtime forgets the model: nothing of this step runs any more."""
+        self._open = False
 
     # -- what layers call --------------------------------------------------------------------
+
+    def use_of(self, pass_: str, micro_batch: int) -> Use:
+        """A pass of a micro-batch, unchecked."""
+        return Use(self, pass_, micro_batch)
 
     def mode_of(self, pass_: str, micro_batch: int) -> str:
         """``exact``, or a mode of `relibra.live_routes` where rows follow the live router."""
@@ -255,7 +208,7 @@ class TrainingStep:
 
     def num_micro_batches(self, pass_: str) -> int:
         """Micro-batches of a pass in this optimizer step; 0 for one without recorded routing."""
-        return len(self._micro_batches(pass_)) if pass_ in self.routes else 0
+        return len(self.micro_batches(pass_)) if pass_ in self.routes else 0
 
     def note(self, stage: str, use: Use, layer: int, detail: str = "") -> None:
         """A layer begins a stage; all ranks must do the same in the same order.
@@ -270,9 +223,12 @@ class TrainingStep:
         index = self.attachment.layer_index(layer)
         exchanges = self._tables.to_build(use, index) if stage == "forward" else []
         done = f"{stage} {use.key} {layer} {exchanges} {detail}"
+        self.check_order(done, f"{use}, layer {layer}, {stage}")
+
+    def check_order(self, done: str, what: str) -> None:
+        """Notes what this rank did, and compares where that is cheap."""
         self._order = zlib.crc32(done.encode(), self._order)
         if self.runtime.checks_order:
-            what = f"{use}, layer {layer}, {stage}"
             orders = self.runtime.gather(torch.tensor([self._order]), f"{what}: order of uses")
             if len({int(order) for order in orders}) > 1:
                 raise PlanError(
@@ -299,13 +255,8 @@ class TrainingStep:
 
     # -- set-up ------------------------------------------------------------------------------
 
-    def _current(self, layer: int) -> Use:
-        use = self.attachment.current_use(self.attachment.layer_of(layer))
-        if use is None:
-            raise RuntimeError("no micro-batch: call inside `with step.forward(micro_batch=...)`")
-        return use
-
-    def _micro_batches(self, pass_: str) -> list[int]:
+    def micro_batches(self, pass_: str) -> list[int]:
+        """Of a pass with recorded routing, those that this step covers."""
         steps = self.plan.loads[pass_].optimizer_step_M
         return np.flatnonzero(steps == self.optimizer_step).tolist()
 
@@ -330,41 +281,13 @@ class TrainingStep:
         """Tokens that a use of a layer sends and receives."""
         return self._splits[key]
 
-    def _facts(self) -> dict[str, int]:
-        return {
-            "optimizer_step": self.optimizer_step,
-            **self.attachment.options(),
-            "passes (CRC-32 of their names)": zlib.crc32("|".join(sorted(self.routes)).encode()),
-            "choices a token": max(
-                (r.top_k for rows in self.routes.values() for r in rows), default=0
-            ),
-            "number of micro-batches": sum(len(rows) for rows in self.routes.values()),
-            "modes of live passes (CRC-32)": zlib.crc32(repr(self._live_options()).encode()),
-            "static slots a rank": num_static(self.plan),
-            "plan hash": int(getattr(self.plan, "hash", "0")[:15], 16),
-        }
-
-    def _live_options(self) -> tuple[str, list[tuple[str, str]]]:
-        return self.unknown_rows, sorted(self.live_passes.items())
-
-    def _check_routes(self) -> None:
-        check_modes(self.unknown_rows, self.live_passes, self.routes, self.plan)
-        if not self.routes and not self.live_passes:
-            raise PlanError("routes: need at least one pass, got none")
-        check_against_plan(self.routes, self.plan, self.runtime.rank)
-        if self.routes and not any(self._micro_batches(name) for name in self.routes):
-            steps = {int(s) for name in self.routes for s in self.plan.loads[name].optimizer_step_M}
-            raise PlanError(
-                f"optimizer_step: need one of {sorted(steps)}, got {self.optimizer_step!r}"
-            )
-
     def _exchange_counts(self) -> None:
         """Tokens that every rank sends to every rank, and where any rank has unknown rows."""
         runtime = self.runtime
         keys = [
             (name, m, index)
             for name in sorted(self.routes)
-            for m in self._micro_batches(name)
+            for m in self.micro_batches(name)
             for index in range(len(self.plan.layouts))
         ]
         hops = runtime.dispatcher.ranks
@@ -386,3 +309,7 @@ class TrainingStep:
             if all_sends[place, :, -1].any():
                 self._live.add(key[:2])
         self._tables.reserve(keys)
+        if runtime.dispatcher.peer is not None:
+            pairs = all_sends[:, :, : runtime.num_ranks]
+            needs = row_needs(self, zip(keys, pairs, strict=True))
+            self.row_buffer_bytes = runtime.reserve_rows(needs, self._what)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from relibra.hop_tables import build_tables
 from relibra.live_routes import live_tables
 from relibra.table_ring import TableRing, set_bytes
 from relibra.use import check_same_ids
+from relibra_kernels.thread_state import graph_task_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import torch
 
     from relibra.rank_tables import LayerTables
     from relibra.step import TrainingStep
@@ -60,7 +61,7 @@ class StepTables(TableRing):
 
     def to_build(self, use: Use, index: int) -> list[int]:
         """Layers whose tables the forward of a layer builds: its own, and those of the next."""
-        is_certain = use.mode == "exact" and torch._C._current_graph_task_id() < 0
+        is_certain = use.mode == "exact" and graph_task_id() < 0
         candidates = range(index, min(index + 1 + is_certain, len(self.step.plan.layouts)))
         return [i for i in candidates if (use.pass_, use.micro_batch, i) not in self]
 

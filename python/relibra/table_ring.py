@@ -23,6 +23,7 @@ import torch
 from relibra.rank_tables import LayerTables
 from relibra_kernels.ops.launch_data import LaunchData, WeightCache, attach
 from relibra_kernels.tables import count_padded_rows
+from relibra_kernels.thread_state import keeps_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -127,6 +128,10 @@ class TableMemory:
             self._streams[device] = streams_of(device)
         return self._streams[device]
 
+    def share_streams(self, other: TableMemory) -> None:
+        """Uses the side streams of another memory, such as of the device's other virtual ranks."""
+        self._streams = other._streams
+
     def weights(self, model: str, index: int) -> WeightCache:
         """What the launches of a layer remember of its weights."""
         return self._layers.setdefault((model, index), WeightCache())
@@ -166,7 +171,7 @@ class TableMemory:
         sets = self._free.setdefault(device, [])
         if not sets:
             streams, size = self.streams(device), self._set_bytes
-            with streams.side():
+            with streams.side(), torch.inference_mode(False):  # other modes write there later
                 raw = torch.empty(size + ALIGN_BYTES, dtype=torch.uint8, device=device)
                 shift = -raw.data_ptr() % ALIGN_BYTES
                 sets.append(TableSet(raw[shift : shift + size], streams.record()))
@@ -302,7 +307,7 @@ class TableRing:
 
         Inside a backward that keeps its graph they stay, since it may come again.
         """
-        if key not in self._built or _graph_is_kept():
+        if key not in self._built or keeps_graph():
             return
         built = self._built.pop(key)
         self.memory.give_back(built.table_set, self.streams.record())
@@ -314,13 +319,6 @@ class TableRing:
         for key in list(self._built):
             self.release(key)
         self.memory.forget_weights()
-
-
-def _graph_is_kept() -> bool:
-    if torch._C._current_graph_task_id() < 0:
-        return False
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
 
 
 def _aligned(num_bytes: int) -> int:
@@ -363,8 +361,9 @@ def _place(tables: LayerTables, launch: LaunchData, memory: torch.Tensor) -> Lay
     places, first = [], 0
     for source in sources:
         num_bytes = source.numel() * source.element_size()
-        flat = memory[first : first + num_bytes].view(source.dtype)
-        places.append(flat.view(source.shape))
+        with torch.inference_mode(False):  # a view as another dtype; a backward counts there
+            flat = memory[first : first + num_bytes].view(source.dtype)
+            places.append(flat.view(source.shape))
         first += _aligned(num_bytes)
     torch._foreach_copy_(places, sources)
     launch.move(places[len(places) - num_launch :])

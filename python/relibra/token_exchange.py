@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from relibra_kernels.transport.dispatch import Arrival
 
 
-def _start_out(x_TD: torch.Tensor, handle: MoEHandle, name: str) -> Arrival:
+def _start_out(x_TD: torch.Tensor, handle: MoEHandle, name: str, channel: str) -> Arrival:
     """Sent tokens on their way to their destinations; ``x`` has one row a sent token."""
     tables, what = handle.tables, f"{handle.what}: {name}"
     if tables.hops is not None:
         return handle.movers.start_relay(x_TD, tables.hops.out, what)
-    return handle.movers.start_exchange(x_TD, tables.send_splits, tables.recv_splits, what)
+    splits = tables.send_splits, tables.recv_splits
+    return handle.movers.start_exchange(x_TD, *splits, what, channel)
 
 
-def _start_back(x_UD: torch.Tensor, handle: MoEHandle, name: str) -> Arrival:
+def _start_back(x_UD: torch.Tensor, handle: MoEHandle, name: str, channel: str) -> Arrival:
     """One row a received token on its way back; one row a sent token arrives.
 
     Over two hops the relay rank adds the ranks of its node.
@@ -39,11 +40,12 @@ def _start_back(x_UD: torch.Tensor, handle: MoEHandle, name: str) -> Arrival:
     tables, what = handle.tables, f"{handle.what}: {name}"
     if tables.hops is not None:
         return handle.movers.start_relay(x_UD, tables.hops.back, what)
-    return handle.movers.start_exchange(x_UD, tables.recv_splits, tables.send_splits, what)
+    splits = tables.recv_splits, tables.send_splits
+    return handle.movers.start_exchange(x_UD, *splits, what, channel)
 
 
-def _start_tokens(x_TD: torch.Tensor, handle: MoEHandle, name: str) -> Arrival:
-    return _start_out(x_TD.index_select(0, handle.tables.send_token_V), handle, name)
+def _start_tokens(x_TD: torch.Tensor, handle: MoEHandle, name: str, channel: str) -> Arrival:
+    return _start_out(x_TD.index_select(0, handle.tables.send_token_V), handle, name, channel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +70,20 @@ def start_tokens(x_TD: torch.Tensor, scores_TK: torch.Tensor, handle: MoEHandle)
         scores_TK: ``[T, K]`` in the accumulation dtype.
         handle: of the use.
     """
-    x_UD = _start_tokens(x_TD, handle, "tokens")
-    return PendingTokens(x_UD, _start_tokens(scores_TK, handle, "scores"))
+    if handle.virtual is not None:
+        return handle.virtual.start_tokens(x_TD, scores_TK)
+    x_UD = _start_tokens(x_TD, handle, "tokens", "x")
+    return PendingTokens(x_UD, _start_tokens(scores_TK, handle, "scores", "scores"))
 
 
 def dispatch_again(x_TD: torch.Tensor, handle: MoEHandle) -> torch.Tensor:
     """The tokens of `start_tokens` once more, for a backward that did not keep them."""
-    return _start_tokens(x_TD, handle, "tokens again").wait()
+    return _start_tokens(x_TD, handle, "tokens again", "x").wait()
 
 
 def dispatch_grads(dy_TD: torch.Tensor, handle: MoEHandle) -> torch.Tensor:
     """Output gradients of the sent tokens, where their rows were computed."""
-    return _start_tokens(dy_TD, handle, "output gradients").wait()
+    return _start_tokens(dy_TD, handle, "output gradients", "dy").wait()
 
 
 def _combine(
@@ -134,11 +138,11 @@ def start_output(
     tables, movers = handle.tables, handle.movers
     if not handle.is_exact:
         part_UD = _combine(y_RD, tables.token_choice_to_row_UK, scores_UK, handle)
-        rows = _start_back(part_UD, handle, "partial outputs")
+        rows = _start_back(part_UD, handle, "partial outputs", "y")
         return PendingSum(rows, tables.token_to_return_TJ, None, handle.kernels)
     y_ND, what = y_RD.index_select(0, tables.return_row_N), f"{handle.what}: output rows"
     if tables.hops is None:
-        rows = movers.start_exchange(y_ND, tables.recv_rows_G, tables.send_rows_G, what)
+        rows = movers.start_exchange(y_ND, tables.recv_rows_G, tables.send_rows_G, what, "y")
     else:
         rows = movers.start_relay(y_ND, _exact_ways(tables).rows, what)
     return PendingSum(rows, tables.choice_to_return_TK, scores_TK, handle.kernels)
@@ -166,7 +170,7 @@ def start_dx(dx_RD: torch.Tensor, handle: MoEHandle) -> PendingSum:
         ways = _exact_ways(tables)
         rows = handle.movers.start_relay(dx_UD, ways.pairs, f"{handle.what}: {name}")
         return PendingSum(rows, ways.pair_to_return_TJ, None, handle.kernels)
-    rows = _start_back(dx_UD, handle, name)
+    rows = _start_back(dx_UD, handle, name, "dx")
     return PendingSum(rows, tables.token_to_return_TJ, None, handle.kernels)
 
 
@@ -183,5 +187,5 @@ def start_dscores(dscore_R: torch.Tensor, handle: MoEHandle) -> PendingSum:
     dscores_UK = direct_ops.row_scores(
         dscore_R, tables.token_choice_to_row_UK, tables.row_to_choice_R, handle.kernels
     )
-    rows = _start_back(dscores_UK, handle, "score gradients")
+    rows = _start_back(dscores_UK, handle, "score gradients", "dscores")
     return PendingSum(rows, tables.token_to_return_TJ, None, handle.kernels)

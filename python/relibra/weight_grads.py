@@ -98,7 +98,7 @@ def weight_grads(
     )
     if into_main:
         flat = zip(weights.flatten(), needs, strict=True)
-        return tuple(_dummy_grad(weight) if needed else None for weight, needed in flat)
+        return tuple(dummy_grad(weight) if needed else None for weight, needed in flat)
     return _returned(weights, needs, grads)
 
 
@@ -239,7 +239,7 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def _dummy_grad(weight: torch.Tensor) -> torch.Tensor | None:
+def dummy_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """What autograd gets in ``main_grad`` mode.
 
     Hosts with gradient-accumulation fusion set ``grad_added_to_main_grad`` on the parameter and

@@ -81,7 +81,7 @@ def compare_with_eager(rank, num_ranks, backend):
     return len(sizes)
 
 
-def test_64_micro_batches_with_64_row_counts_compile_once():
+def test_comm_05_64_micro_batches_with_64_row_counts_compile_once():
     counts = run_ranks(2, compare_with_eager, "aot_eager", timeout=110.0)
     assert max(counts) == WORLD.micro_batches
 

@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_come_is_named():
     for rank, (message, seconds) in enumerate(results):
         assert message.startswith("ReplicaSyncError"), message
         assert f"rank {rank} of 4" in message
-        assert rank == 1 or seconds < 5.0
+        assert rank == 1 or seconds < 2 * 4.0, "the time-out, and what others may take to speak"
     assert "1" in results[0][0].split("waited in vain")[1]
 
 
@@ -132,8 +132,8 @@ def test_a_rank_that_leaves_a_step():
 def test_parameters_of_the_runtime_are_checked():
     for options, message in (
         (
-            {"transport": "nvshmem"},
-            "transport: need one of 'auto', 'dist', 'cpu_shm', got 'nvshmem'",
+            {"transport": "nccl"},
+            "transport: need one of 'auto', 'dist', 'cpu_shm', 'torch_symm', .*, got 'nccl'",
         ),
         ({"combine": "sum"}, "combine: need one of"),
         ({"grad_mode": "bf16"}, "grad_mode: need one of"),

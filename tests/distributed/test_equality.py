@@ -59,7 +59,12 @@ def run_world(rank, num_ranks, world):
     return True
 
 
-@pytest.mark.parametrize("name", WORLDS)
+SLOW = ("ep8-one-node", "ep4-no-replica-slots")  # ep8-two-nodes, ep2-two-nodes-... stay
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else []) for n in WORLDS]
+)
 def test_equals_dense_reference(name):
     world = WORLDS[name]
     assert all(run_ranks(world.num_ranks, run_world, world))

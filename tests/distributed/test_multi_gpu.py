@@ -18,6 +18,7 @@ from moe_world import Result, World, balanced, reference
 import relibra
 from relibra_kernels.testing.compare import MAX_CALC_DIFF, calc_diff
 from relibra_kernels.testing.launch import run_ranks
+from relibra_kernels.transport.rank_messages import RefusedError
 
 NAMES = ("y", "dx", "dscores", "dw13", "dw2")
 DISPATCHES = ("flat", "two_hop")
@@ -126,7 +127,25 @@ def check_migration(rank, world):
     return True
 
 
+def check_transports(rank, world):
+    """Replicas by every way that is here: the bits of `dist`, over several layers ahead."""
+    plan = world.random_plan(fill=1.0)
+    found = on_cpu(balanced(world, rank, plan, transport="dist", grad_mode="main_grad"))
+    compare(found, expected(world, rank), "dist", world.device)
+    for name in TRANSPORTS[torch.device(world.device).type]:
+        try:
+            other = balanced(world, rank, plan, transport=name, grad_mode="main_grad")
+        except RefusedError as error:  # on all ranks
+            print(f"{name} is not here: {error}")  # noqa: T201
+            continue
+        for what, a, b in pairs(found, on_cpu(other)):
+            assert torch.equal(a, b), f"{name}: {what}"
+    return True
+
+
+TRANSPORTS = {"cpu": ("cpu_shm",), "cuda": ("torch_symm", "nvshmem")}
 CHECKS = {  # check, sizes
+    "transports": (check_transports, {"num_layers": 3, "micro_batches": 2}),
     "exact": (check_exact, {}),
     "reduced": (check_reduced, {"micro_batches": 2}),
     "bf16": (check_bf16, {"dtype": torch.bfloat16, "num_layers": 1}),
@@ -142,7 +161,7 @@ def run_checks(rank, num_ranks):
     return True
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_checks_on_the_cpu(num_ranks):
     assert all(run_ranks(num_ranks, run_checks))
 

@@ -134,13 +134,30 @@ def compare_step(runtime, model, result, expected):
         check(runtime.gather_experts(moe.w2.grad, moe.layer), dw2, "dw2")
 
 
-@pytest.mark.parametrize("recompute", ["off", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+RECOMPUTES = ("off", "reentrant", "non-reentrant")
+USUAL = {(0, "off"), (2, "reentrant"), (3, "non-reentrant")}  # each value once
+
+
+@pytest.mark.parametrize(
+    ("stage", "recompute"),
+    [
+        pytest.param(stage, how, marks=[] if (stage, how) in USUAL else pytest.mark.slow)
+        for stage in (0, 2, 3)
+        for how in RECOMPUTES
+    ],
+)
 def test_1f1b_two_passes_two_optimizer_steps(stage, recompute):
     assert all(run_ranks(4, run_schedule, stage, recompute, False))
 
 
-@pytest.mark.parametrize("recompute", ["off", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param("off", marks=pytest.mark.slow),
+        "reentrant",
+        pytest.param("non-reentrant", marks=pytest.mark.slow),
+    ],
+)
 def test_backward_on_another_thread(recompute):
     assert all(run_ranks(4, run_schedule, 0, recompute, True))
 

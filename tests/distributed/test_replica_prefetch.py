@@ -1,5 +1,6 @@
 """Which replicas are pushed before their turn, as the log of submitted operations shows."""
 
+import threading
 import time
 
 import pytest
@@ -156,6 +157,62 @@ def test_weights_that_come_late_are_pushed_at_their_layer():
 
 def test_mutation_pushing_ahead_of_late_weights_is_caught():
     assert not all(same for same, _ in run_ranks(2, run_late_weights, False))
+
+
+def run_gathered_weights(rank, num_ranks, is_event):
+    """A host that gathers each layer's weights behind its back, as the all-gather of a stream."""
+    need = reference(WORLD, rank).y
+    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=20.0)
+    held, events, threads, same = {}, {}, [], []
+
+    def gather(moe):
+        time.sleep(0.02)
+        for param, value in zip(moe.parameters(), held[moe.layer], strict=True):
+            param.data.copy_(value)
+        events[moe.layer].set()
+
+    def start(moe):
+        events[moe.layer] = threading.Event()
+        threads.append(threading.Thread(target=gather, args=(moe,)))
+        threads[-1].start()
+
+    def enter(moe, *_):
+        events[moe.layer].wait()
+        if moe.layer < LAYERS[-1]:  # the next layer's gather goes on while this one computes
+            start(model.layers[moe.layer])
+
+    def poison(moe, *_):
+        for param in moe.parameters():
+            param.data.fill_(1e3)
+
+    plan, routes = WORLD.random_plan(fill=1.0), {"train": WORLD.routes(rank)}
+    with torch.no_grad(), runtime.step(plan, routes) as step:
+        for moe in model.layers:
+            held[moe.layer] = [param.detach().clone() for param in moe.parameters()]
+            poison(moe)
+            moe.register_forward_pre_hook(enter)
+            moe.register_forward_hook(poison)
+            ready = (lambda layer=moe.layer: events[layer]) if is_event else (lambda: True)
+            runtime.set_layer_hooks(moe.layer, weights_ready=ready)
+        for m in range(WORLD.micro_batches):
+            x, scores, _ = WORLD.batch(rank, m)
+            start(model.layers[0])
+            with step.forward(micro_batch=m):
+                same.append(torch.allclose(model(x, scores), need[m], rtol=1e-9, atol=1e-9))
+    for thread in threads:
+        thread.join()
+    ahead = sum(value for name, value in step.report().items() if name.endswith("pushed_ahead"))
+    runtime.close()
+    return all(same), ahead
+
+
+def test_a_push_waits_for_the_event_of_its_weights():
+    uses = WORLD.micro_batches * (len(LAYERS) - 1)
+    assert run_ranks(2, run_gathered_weights, True) == [(True, uses)] * 2
+
+
+def test_mutation_a_push_that_does_not_wait_for_its_weights_is_caught():
+    assert not all(same for same, _ in run_ranks(2, run_gathered_weights, False))
 
 
 def run_hooks_of_dist(rank, num_ranks):

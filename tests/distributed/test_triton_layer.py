@@ -38,7 +38,12 @@ def run_world(rank, num_ranks, world):
     return True
 
 
-@pytest.mark.parametrize("name", WORLDS)
+SLOW = ("ep2-two-replica-slots",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else []) for n in WORLDS]
+)
 def test_equals_dense_reference(name):
     world = WORLDS[name]
     assert all(run_ranks(world.num_ranks, run_world, world, timeout=110.0))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moe_world import Result, World, collect_weight_grads, compare, reference
 from replica_training import make, run_step
 
+from relibra import layer_passes
 from relibra.runtime import Runtime
 from relibra_kernels.errors import ReplicaSyncError
 from relibra_kernels.transport.replica_sync import ReplicaSync
@@ -31,7 +32,10 @@ POINTS = {  # operation -> what the victim does first: owner, method
     "publish": (ReplicaSync, "publish_grads"),
     "reduce": (ReplicaSync, "home_reduce"),
     "step end": (Runtime, "replica_fault"),
+    "dispatch": (layer_passes, "start_tokens"),
+    "combine": (layer_passes, "start_output"),
 }
+ROW_POINTS = ("dispatch", "combine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Fault:
         victim: rank.
         call: of the operation, counted from 0; -1 is the last of the step.
         timeout_s: of the runtime.
+        dispatch: how rows travel.
     """
 
     kind: str
@@ -51,6 +56,7 @@ class Fault:
     victim: int = 2
     call: int = 3
     timeout_s: float = 1.0
+    dispatch: str = "flat"
 
 
 def strike(fault, when):
@@ -58,7 +64,7 @@ def strike(fault, when):
     owner, name = POINTS[fault.point]
     original, calls = getattr(owner, name), [0]
 
-    def method(self, *args, **kwargs):
+    def method(*args, **kwargs):
         if calls[0] == fault.call:
             when.value = time.monotonic()
             if fault.kind == "slow":
@@ -66,7 +72,7 @@ def strike(fault, when):
             else:
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         calls[0] += 1
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(owner, name, method)
     return lambda: setattr(owner, name, original)
@@ -74,7 +80,10 @@ def strike(fault, when):
 
 def run_rank(rank, fault, when):
     """What a rank saw: its error, how long after the fault, and the training that followed."""
-    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=fault.timeout_s)
+    options = {"transport": "cpu_shm", "dispatch": fault.dispatch}
+    runtime, model = make(WORLD, rank, timeout_s=fault.timeout_s, **options)
+    if fault.dispatch == "peer":  # as without gloo: the waits for rows are the first to notice
+        runtime.checks_order = False
     before = []
 
     def entered():
@@ -93,11 +102,11 @@ def run_rank(rank, fault, when):
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("/dev/shm/relibra-")
     restore()
-    train_again(rank, fault)
+    train_again(rank, fault, options)
     return error, seconds, same, maps
 
 
-def train_again(rank, fault):
+def train_again(rank, fault, options):
     """A new runtime over the ranks that are left equals the dense reference."""
     world, group = WORLD, dist.group.WORLD
     if fault.kind != "slow":
@@ -105,7 +114,7 @@ def train_again(rank, fault):
         world = dataclasses.replace(WORLD, ranks_per_node=3)
         group = dist.new_group(left, use_local_synchronization=True)
         rank = left.index(rank)
-    runtime, model = make(world, rank, transport="cpu_shm", timeout_s=20.0, group=group)
+    runtime, model = make(world, rank, timeout_s=20.0, group=group, **options)
     result = run_step(world, rank, runtime, model, world.random_plan(fill=1.0))
     collect_weight_grads(world, runtime, model, result)
     compare(result, reference(world, rank), "after the fault")

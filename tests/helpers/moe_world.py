@@ -144,10 +144,15 @@ class Result:
 
 def reference(world, rank, micro_batches=None, weights=None):
     """Dense single-process result in fp64, for this rank's tokens; weight gradients over all."""
+    return references(world, micro_batches, weights)[rank]
+
+
+def references(world, micro_batches=None, weights=None):
+    """`reference` of every rank, by rank."""
     start = weights or [world.weights(layer) for layer in world.shape.moe_layers]
     weights = [[w.detach().double().requires_grad_() for w in pair] for pair in start]
-    result = Result([], [], [], [], [])
-    for source in range(world.num_ranks):
+    results = [Result([], [], [], [], []) for _ in range(world.num_ranks)]
+    for source, result in enumerate(results):
         for m in range(world.micro_batches) if micro_batches is None else micro_batches:
             x, scores, dy = (part.double() for part in world.batch(source, m))
             x.requires_grad_(), scores.requires_grad_()
@@ -155,13 +160,13 @@ def reference(world, rank, micro_batches=None, weights=None):
             for place, (w13, w2) in enumerate(weights):
                 y = y + dense_moe(y, ids[:, place], scores[place], w13, w2)
             y.backward(dy)
-            if source == rank:
-                result.y.append(y.detach())
-                result.dx.append(_grad(x))
-                result.dscores.append(_grad(scores))
-    result.dw13 = [_grad(w13) for w13, _ in weights]
-    result.dw2 = [_grad(w2) for _, w2 in weights]
-    return result
+            result.y.append(y.detach())
+            result.dx.append(_grad(x))
+            result.dscores.append(_grad(scores))
+    for result in results:
+        result.dw13 = [_grad(w13) for w13, _ in weights]
+        result.dw2 = [_grad(w2) for _, w2 in weights]
+    return results
 
 
 def _grad(leaf):

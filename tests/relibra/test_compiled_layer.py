@@ -109,7 +109,7 @@ def test_backward_on_another_thread():
     equal(*results)
 
 
-def test_layers_compiled_one_by_one_share_one_graph():
+def test_comm_05_layers_compiled_one_by_one_share_one_graph():
     """A layer number in the graph would be a guard: a new compile for each, an error at the 9th."""
     world, results = World(num_layers=12, hidden=8, expert=8), []
     for compiled in (False, True):

@@ -250,7 +250,8 @@ def test_bad_topologies_and_modes():
     with pytest.raises(PlanError, match=r'"two_hop" needs nodes of one size, got \[2, 1\] ranks'):
         hop_ranks("two_hop", uneven, 0)
     assert hop_ranks("flat", uneven, 0) is None
-    with pytest.raises(ValueError, match="dispatch: need one of 'flat', 'two_hop', got 'deepep'"):
+    need = "dispatch: need one of 'flat', 'two_hop', 'peer', got 'deepep'"
+    with pytest.raises(ValueError, match=need):
         hop_ranks("deepep", uneven, 0)
     with pytest.raises(RuntimeError, match="a runtime whose tokens take one hop"):
         _ = Dispatcher(None, None, None).two_hop

@@ -19,7 +19,7 @@ class Recorder(LocalMovers):
     def __init__(self):
         self.calls = []
 
-    def start_exchange(self, x, send_splits, recv_splits, what):
+    def start_exchange(self, x, send_splits, recv_splits, what, channel=""):
         name = what.split(": ")[-1]
         self.calls.append(f"start {name}")
         return Noted(super().start_exchange(x, send_splits, recv_splits, what), name, self.calls)

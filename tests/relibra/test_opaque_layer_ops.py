@@ -40,7 +40,7 @@ def test_a_layer_without_a_runtime():
     )
 
 
-def test_opcheck():
+def test_comm_05_opcheck():
     moe, given = alone()
     fixed = [t.detach() if t.is_floating_point() else t for t in given]
     torch.library.opcheck(ops.moe_forward, (*fixed, moe._layer_id, False, "returned"))

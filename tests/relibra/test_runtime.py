@@ -1,6 +1,7 @@
 """The runtime's own rules: made again, plans that fit it, one owner of a layer, logical state."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ import torch.distributed as dist
 from moe_world import Model, World, check, reference
 
 import relibra
+from relibra import agreement
 from relibra.domain_sync import DomainSync
 from relibra.testing.plans import random_layout
+from relibra_kernels.errors import ReplicaSyncError
 from relibra_kernels.testing.launch import run_ranks
+from relibra_kernels.transport.watchdog import AbortGate
 
 WORLD = World(1, 1, num_experts=8, top_k=2, num_layers=2, micro_batches=2)
 PAIR = World(1, 2, num_experts=8, top_k=2)
@@ -215,11 +219,47 @@ def test_what_is_no_plan_is_refused():
         pass
 
 
-def test_shared_memory_refuses_weights_that_are_not_on_the_cpu():
+@pytest.mark.parametrize("memory", ["cpu", "cuda:1"])
+def test_weights_on_another_device_than_the_memory_are_refused(memory):
     def nothing(*_):
         pytest.fail("no memory is made")
 
-    sync = DomainSync(nothing, nothing, (0, 1), 0, 1, timeout_s=1.0)
+    name = {"cpu": "cpu_shm", "cuda:1": "nvshmem"}[memory]
+    heap = types.SimpleNamespace(name=name, device=torch.device(memory), alloc=nothing)
+    sync = DomainSync(lambda: heap, nothing, (0, 1), 0, 1, timeout_s=1.0)
     weights = {"w13": torch.empty(1, 4, 2, device="meta")}
-    with pytest.raises(ValueError, match=r'"cpu_shm" needs expert weights on the CPU, got w13 on'):
+    need = f'transport: "{name}" needs expert weights on {memory}, got w13 on meta; use'
+    with pytest.raises(ValueError, match=need):
         sync.prepare(weights)
+
+
+def test_an_interrupt_while_peers_are_asked_does_not_hide_the_failure(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    runtime = relibra.Runtime()
+    monkeypatch.setattr(runtime.departures, "told", interrupted)
+    with pytest.raises(KeyboardInterrupt), runtime.noting_failure():
+        raise ReplicaSyncError("lost")
+    assert str(runtime.failure) == "lost"
+
+
+def test_a_rank_s_own_fault_is_not_lost_when_the_ranks_do_not_meet(monkeypatch):
+    def nobody(*_):
+        raise ReplicaSyncError("nobody came")
+
+    monkeypatch.setattr(agreement, "wait_for_all", nobody)
+    with pytest.raises(ReplicaSyncError, match="^home reduce of layer 3$"):
+        agreement.agree(object(), {}, what="end", fault=ReplicaSyncError("home reduce of layer 3"))
+    with pytest.raises(ReplicaSyncError, match="^nobody came; this rank: KeyError: 'w13'$"):
+        agreement.agree(object(), {}, what="end", fault=KeyError("w13"))
+    with pytest.raises(ReplicaSyncError, match="^nobody came$"):
+        agreement.agree(object(), {}, what="end")
+
+
+def test_collectives_of_a_step_that_is_good_on_no_rank_may_be_ended():
+    runtime = relibra.Runtime()
+    runtime.domain_sync = types.SimpleNamespace(on_abort=AbortGate(None))
+    for fault in (None, ReplicaSyncError("lost")):
+        with runtime.voting(fault):
+            assert runtime.domain_sync.on_abort._lock.locked() == (fault is None)

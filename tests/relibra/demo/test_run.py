@@ -69,7 +69,7 @@ def test_the_trace_gives_back_the_loads_of_the_run(healthy):
     ("inject", "caught_by"),
     [
         ("drop-replica-grad", "gradient-vs-control"),
-        ("stale-replica", "gradient-vs-control"),
+        pytest.param("stale-replica", "gradient-vs-control", marks=pytest.mark.slow),
         ("moments-not-moved", "parameters-vs-control"),
         ("export-by-position", "rollout-log-probs"),
     ],
