@@ -1,5 +1,6 @@
 # make setup | demo | test | slow | lint | format | native | aot | bench | clean (CONTRIBUTING.md)
 # Variables: PYTHON (3.11 or newer), CXX, JOBS (test processes), TORCH and TRITON (what to install),
+# EXTRAS (of the package: without "cuda" the tests of NVRTC and NVSHMEM skip),
 # TRITON_PATH and AOT_OUT (aot: folder of another Triton, file of results),
 # and the build options RELIBRA_CUDA, RELIBRA_NVSHMEM, RELIBRA_CUDA_ARCHS.
 
@@ -8,6 +9,7 @@ JOBS ?= 2
 # torch goes first and pinned: a package that pulls it in by itself would take any build of it.
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
+EXTRAS ?= dev,demo
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -43,13 +45,13 @@ $(VENV)/.tools:
 	@$(PIP) 'setuptools>=77' wheel 'cmake>=3.25' ninja 'pybind11>=2.13'
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.tools pyproject.toml setup.py CMakeLists.txt
-	@echo "setup: installing the package (editable) with its extras"
-	@$(PIP) --no-build-isolation -e '.[dev,demo]'
+$(VENV)/.ready-$(EXTRAS): $(VENV)/.tools pyproject.toml setup.py CMakeLists.txt
+	@echo "setup: installing the package (editable) with its extras $(EXTRAS)"
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
 # Only what changed is compiled; the library goes into the source tree, where the install finds it.
-$(NATIVE)/.installed: $(VENV)/.ready $(CPP)
+$(NATIVE)/.installed: $(VENV)/.ready-$(EXTRAS) $(CPP)
 	@$(BIN)/cmake --build $(NATIVE) --parallel $(JOBS) -- --quiet
 	@$(BIN)/cmake --install $(NATIVE) --prefix python >/dev/null
 	@echo "setup: $$(cat $(NATIVE)/_build_info.json)"

@@ -37,27 +37,41 @@ def test_gpu_check_is_valid_and_runs_what_exists():
 
 
 STUB = """#!/bin/bash
-# Stands for a Python on a machine with a GPU and without tools to build.
+# Stands for a Python with a GPU and without tools to build; NATIVE=1: nothing is built yet.
 while [ $# -gt 0 ]; do
   [ "$1" = --json ] && json=$2
   all="$all $1" && shift
 done
 case "$all" in
   *is_available*) printf 'torch 2.11.0 Triton 3.6.0\\nNVIDIA H200\\n' ;;
-  *_planner* | *pybind11*) exit 1 ;;
+  *_planner*) exit "${NATIVE:-0}" ;;
+  *pybind11*) exit 1 ;;
   *gpu_first*)
     sleep "${FIRST_SLEEP:-0}"
     echo '{"check": "B2", "passed": true, "reason": ""}' >"$json"
     exit "${FIRST:-0}" ;;
-  *-m\\ pytest*) exit "${TESTS:-0}" ;;
+  *-m\\ pytest*)
+    echo "pytest:$all"
+    case "$all" in *heap*) exit "${SYNC:-0}" ;; esac
+    exit "${TESTS:-0}" ;;
   *gpu_table*) exec "$REAL" perf/gpu_table.py "$OUT" ;;
   *bench_*) echo '{"bench": "b", "case": "c", "name": "relibra", "median_us": 2}' >>"$json" ;;
 esac
 """
+SANITIZERS = ["sanitizer memcheck", "sanitizer racecheck", "sanitizer synccheck"]
 STEPS = [
-    *("first on a GPU", "build", "tests marked gpu", "bench_moe_layer", "bench_grouped_gemm"),
+    *("first on a GPU", "build", "sync tests, 8 local ranks", "other tests marked gpu"),
+    *(*SANITIZERS, "bench_replica_sync", "bench_moe_layer", "bench_grouped_gemm"),
     *("bench_combine", "bench_permute"),
 ]
+
+
+SANITIZER = """#!/bin/bash
+echo "sanitizer:$*"
+while [ "$1" != "$PYTHON" ]; do shift; done
+"$@" || exit 9
+exit "${SANITIZER:-0}"
+"""
 
 
 def run_check(tmp_path: Path, **env: str) -> tuple[int, dict[str, str], str]:
@@ -77,22 +91,85 @@ def test_gpu_check_runs_its_steps_in_order_and_ends_with_the_table(tmp_path):
     status, steps, text = run_check(tmp_path)
     assert status == 0
     assert list(steps) == STEPS
-    assert steps.pop("build") == "left out"
+    assert {steps.pop(name) for name in SANITIZERS} == {"not found"}
     assert set(steps.values()) == {"pass"}
-    assert "needs pybind11 and setuptools" in text
+    assert "the native parts are there" in text
     table = text.split("torch 2.11.0 Triton 3.6.0 NVIDIA H200")[1]
     assert "first on a GPU: 1 of 1 pass" in table
-    assert table.count("b c relibra") == 4
-    limits = (ROOT / "perf/gpu_check.sh").read_text()
-    shares = [int(s) for s in re.findall(r'^ *step "[^"]+" (\d+) ', limits, re.M)]
-    budget = int(re.findall(r"BUDGET:-(\d+)", limits)[0])
-    assert sum(shares) + shares[-1] <= budget <= 540  # the last line runs twice
+    assert table.count("b c relibra") == 5
 
 
-@pytest.mark.parametrize("failing", [("FIRST", "1"), ("TESTS", "1"), ("TESTS", "5")])
+def test_gpu_check_leaves_out_what_is_not_built(tmp_path):
+    status, steps, text = run_check(tmp_path, NATIVE="1", PATH=with_sanitizer(tmp_path))
+    assert status == 0
+    assert list(steps) == STEPS
+    assert "needs pybind11 and setuptools" in text
+    assert steps.pop("build") == "left out"
+    needed = ["sync tests, 8 local ranks", *SANITIZERS, "bench_replica_sync"]
+    assert {steps.pop(name) for name in needed} == {"left out (not built)"}
+    assert set(steps.values()) == {"pass"}
+
+
+def test_the_shares_of_gpu_check_fit_its_nine_minutes():
+    text = (ROOT / "perf/gpu_check.sh").read_text()
+    found = re.findall(r'^ *(?:step|gpu_tests) "([^"]+)" (\d+) ', text, re.M)
+    times = {"sanitizer $tool": 3, "bench_$bench": 2}  # in loops
+    assert {name for name, _ in found} >= times.keys()
+    budget = int(re.findall(r"BUDGET:-(\d+)", text)[0])
+    assert sum(int(limit) * times.get(name, 1) for name, limit in found) <= budget <= 540
+
+
+def pytest_runs(text: str) -> list[set[str]]:
+    """Files of each run of pytest."""
+    return [set(re.findall(r"tests/\S+\.py", line)) for line in text.splitlines()
+            if line.startswith("pytest:")]  # fmt: skip
+
+
+def test_gpu_check_runs_every_file_with_a_test_marked_gpu_once(tmp_path):
+    _, _, text = run_check(tmp_path)
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"mark\.gpu\b", path.read_text())
+    }
+    sync, other = pytest_runs(text)
+    assert sync | other == marked
+    assert sync & other == set()
+    assert "tests/relibra_kernels/test_heap_torch_symm.py" in sync
+
+
+def with_sanitizer(tmp_path: Path) -> str:
+    """PATH with a stand-in for compute-sanitizer."""
+    tool = tmp_path / "bin/compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text(SANITIZER)
+    tool.chmod(0o755)
+    return f"{tool.parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(("status", "verdict"), [("0", "pass"), ("9", "FAIL")])
+def test_gpu_check_runs_the_kernels_of_replica_sync_under_the_sanitizer(tmp_path, status, verdict):
+    path = with_sanitizer(tmp_path)
+    exit_status, steps, text = run_check(tmp_path, PATH=path, SANITIZER=status)
+    assert {steps[name] for name in SANITIZERS} == {verdict}
+    assert exit_status == (verdict != "pass")
+    lines = [line for line in text.splitlines() if line.startswith("sanitizer:")]
+    tools = [line.split("--tool ")[1].split()[0] for line in lines]
+    assert tools == ["memcheck", "racecheck", "synccheck"]
+    for line, files in zip(lines, pytest_runs(text)[2:], strict=True):
+        assert "--error-exitcode 9" in line
+        assert files
+        assert all("sync" in file for file in files)
+
+
+FAILING = {"FIRST": "first on a GPU", "SYNC": "sync tests, 8 local ranks"}
+FAILING |= {"TESTS": "other tests marked gpu"}
+
+
+@pytest.mark.parametrize("failing", [("FIRST", "1"), ("SYNC", "1"), ("TESTS", "1"), ("TESTS", "5")])
 def test_gpu_check_fails_with_a_step_and_runs_the_others(tmp_path, failing):
     status, steps, _ = run_check(tmp_path, **dict([failing]))
-    step = {"FIRST": "first on a GPU", "TESTS": "tests marked gpu"}[failing[0]]
+    step = FAILING[failing[0]]
     assert status == 1
     assert steps.pop(step) == ("FAIL (no test found)" if failing[1] == "5" else "FAIL")
     assert "FAIL" not in "".join(steps.values())
@@ -103,6 +180,7 @@ def test_gpu_check_stops_what_hangs_and_says_what_had_no_time(tmp_path):
     status, steps, _ = run_check(tmp_path, BUDGET="6", FIRST_SLEEP="60")
     assert status == 1
     assert re.fullmatch(r"FAIL \(over [56] s\)", steps.pop("first on a GPU"))
+    assert {steps.pop(name) for name in SANITIZERS} == {"not found"}
     assert set(steps.values()) == {"NOT RUN (no time left)"}
 
 
@@ -166,7 +244,15 @@ def test_the_table_shows_steps_failures_and_rates(tmp_path):
     (tmp_path / "gpu_first.json").write_text("".join(json.dumps(c) + "\n" for c in checks))
     row = {"bench": "combine", "case": "x", "name": "relibra", "median_us": 12.0, "gb_per_s": 3500}
     (tmp_path / "bench_combine.json").write_text(json.dumps(row) + "\n")
+    rows = [
+        {"bench": "replica_sync", "case": case, "name": name, "median_us": 7.0}
+        for case in ("m P=8 ring", "m P=8 1 to 1")
+        for name in ("local sm", "copy")
+    ]
+    text = "".join(json.dumps(one) + "\n" for one in rows)
+    (tmp_path / "bench_replica_sync.json").write_text(text)
     done = run(sys.executable, "perf/gpu_table.py", str(tmp_path))
+    assert re.findall(r"replica_sync (.*\S) +7.0 us", done.stdout) == ["m P=8 ring local sm"]
     assert done.stdout.splitlines()[:4] == [
         "torch 2.11",
         "build pass 3 s",

@@ -1,4 +1,7 @@
-"""The package builds without a GPU or nvcc, holds what it must, and says what it left out."""
+"""The package builds without a GPU or nvcc, holds what it must, and says what it left out.
+
+Objects that `make setup` has made of the same bytes are not made again: see `reuse_objects`.
+"""
 
 import ast
 import json
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pybind11
 import pytest
+import reuse_objects
 
 # The tests share one build, so they stay in one test process; a whole build takes minutes on a
 # busy machine.
@@ -75,7 +79,10 @@ def wheel_and_log(project: Path, sdist: Path) -> tuple[Path, str]:
     """Wheel made from the source archive alone, and what the build printed."""
     target = project.parent / "wheel"
     options = ("--no-build-isolation", "--no-deps", "--no-cache-dir")
-    log = run(*PIP, "wheel", "-v", *options, "-w", str(target), str(sdist), cwd=project.parent)
+    command = (*PIP, "wheel", "-v", *options, "-w", str(target), str(sdist))
+    launcher = (sys.executable, reuse_objects.__file__, str(ROOT / "build/native"))
+    env = build_environment(CMAKE_CXX_COMPILER_LAUNCHER=";".join(map(str, launcher)))
+    log = run(*command, cwd=project.parent, env=env)
     (wheel,) = target.iterdir()
     return wheel, log
 
@@ -155,7 +162,7 @@ def test_wheel_holds_both_packages_and_nothing_else(
     }
 
 
-def test_wheel_without_nvcc_says_what_was_left_out(
+def test_comm_07_wheel_without_nvcc_says_what_was_left_out(
     wheel_and_log: tuple[Path, str], installed: Path
 ) -> None:
     info = json.loads((installed / "relibra_kernels" / "_build_info.json").read_text())
@@ -166,7 +173,7 @@ def test_wheel_without_nvcc_says_what_was_left_out(
     assert info["nvshmem_left_out"] in line
 
 
-def test_installed_wheel_imports_from_elsewhere(installed: Path) -> None:
+def test_comm_07_installed_wheel_imports_from_elsewhere(installed: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import relibra, relibra_kernels.triton_ops, relibra_kernels._planner\n"
@@ -189,7 +196,7 @@ def test_wheel_from_the_checkout_follows_the_links(project: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["RELIBRA_CUDA", "RELIBRA_NVSHMEM"])
-def test_a_part_that_is_off_says_so(project: Path, tmp_path: Path, option: str) -> None:
+def test_comm_07_a_part_that_is_off_says_so(project: Path, tmp_path: Path, option: str) -> None:
     configure = ("cmake", "-S", str(project), "-B", str(tmp_path), f"-D{option}=OFF")
     paths = f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"
     run(sys.executable, "-m", *configure, *paths, cwd=project)

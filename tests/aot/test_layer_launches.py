@@ -32,7 +32,10 @@ def layer_results(project_root, compiling_env):
 
 @pytest.mark.parametrize(
     ("arch", "option"),
-    [("sm_90", option) for option in OPTIONS] + [("sm_80", "plain")],
+    [
+        *(("sm_90", option) for option in OPTIONS),
+        pytest.param("sm_80", "plain", marks=pytest.mark.slow),
+    ],
 )
 def test_after_a_warmup_nothing_is_compiled(layer_results, arch, option):
     """Micro-batches of 0 to 100 tokens; tables on and off 16-byte boundaries."""
