@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -305,7 +306,8 @@ def test_comm_03_an_exception_inside_with_closes_and_waits_for_nobody():
     assert seen == [False, True]
 
 
-def test_comm_03_exit_without_close_is_one_warning(caplog):
+def test_comm_03_exit_without_close_is_one_warning(caplog, monkeypatch):
+    monkeypatch.setattr(symmetric_heap, "_open_heaps", weakref.WeakSet())  # of other tests
     heaps = [*LocalHeap.ranks(1), CpuShmHeap(None)]
     for heap in heaps:
         heap.alloc(64, 1)
