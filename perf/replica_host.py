@@ -69,7 +69,7 @@ class _Streams:
 class _Library:
     """The host build for the engine's self-test; nothing once it is quiet."""
 
-    name, has_copy_engine = "nothing", True
+    name = "nothing"
 
     def __init__(self) -> None:
         self.host = SharedLibrary(Path(native.replica_sync().__file__))

@@ -31,9 +31,10 @@ Timed = tuple[Callable[[], None], Callable[[], "float | None"]]
 
 
 class Mover(Protocol):
-    """One way to carry out a pattern; `prepare_*` and `after_*` are not timed."""
+    """One way to carry out a pattern."""
 
     name: str
+    num_uses: int  # in a timed run of whole uses
 
     def take(self, pattern: Pattern) -> None:
         """From now on this pattern; ends with the gate."""
@@ -204,6 +205,7 @@ class DistMover:
     """
 
     name = "dist"
+    num_uses = 1
 
     def __init__(self, problem: Problem, rank: int) -> None:
         self.problem, self.rank = problem, rank
@@ -236,8 +238,6 @@ class DistMover:
             "home reduce": (lambda: None, self._home_reduce),
             "whole use": (lambda: None, whole),
         }
-
-    num_uses = 1
 
     def _push(self) -> None:
         pairs = [(self.weights[name], self.slots[name]) for name in self.slots]
@@ -341,16 +341,17 @@ def provider_mover(
     assert choice.make_heap is not None
     assert choice.make_engine is not None
     heap = choice.make_heap()
-    arena = heap.alloc(problem.layout.nbytes, 1)
+    arena, all_are_done = heap.alloc(problem.layout.nbytes, 1), False
     try:
         sync = _sync(arena, problem, rank, choice.make_engine(arena, problem.layout), form)
         try:
             yield SyncMover(f"{name} {form}".strip(), problem, {rank: sync}, uses)
             dist.barrier()
+            all_are_done = True
         finally:
             sync.close()
     finally:
-        heap.close(peers_alive=False)
+        heap.close(peers_alive=all_are_done)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from relibra.runtime import Runtime
 from relibra_kernels.transport.heap_local import LocalArena, LocalHeap
 from relibra_kernels.transport.lockstep import Lockstep
 from relibra_kernels.transport.lockstep_group import LocalDispatch, LocalGroup, LocalReplica
+from relibra_kernels.transport.provider_choice import ProviderOptions
 from relibra_kernels.transport.sync_engine_local import InlineEngine, LocalEngine
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ class LocalRank(Runtime):
         if self._world.device.type == "cuda":
             from relibra_kernels.transport.sync_engine_cuda import CudaEngine
 
-            inner: SyncEngine = CudaEngine(arena, layout, timeout_s=seconds)
+            cuda = (self.transport_options or ProviderOptions()).cuda
+            inner: SyncEngine = CudaEngine(arena, layout, timeout_s=seconds, options=cuda)
         else:
             inner = InlineEngine(arena, layout, timeout_s=seconds)
         assert isinstance(arena, LocalArena)

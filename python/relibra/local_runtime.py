@@ -168,6 +168,7 @@ class LocalRuntime(Runtime, transport="local"):
             "kernels": self.kernels,
             "timeout_s": self.timeout_s,
             "dispatch": self.dispatch,
+            "transport_options": self.transport_options,
         }
         places = [RankPlace(self._world, rank) for rank in range(self.num_ranks)]
         self.ranks = tuple(LocalRank(place, self.topology, **options) for place in places)

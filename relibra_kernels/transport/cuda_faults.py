@@ -35,7 +35,6 @@ class FaultMemory:
 
     Attributes:
         address: of the fault.
-        abort_items: address and number of the items that tell all ranks, this one last.
     """
 
     def __init__(self, streams: DeviceStreams, arena: Arena, abort: int) -> None:
@@ -57,7 +56,7 @@ class FaultMemory:
         self._load_code = native.replica_sync().load_code
         self._codes = [first, first + ERROR_RECORD.itemsize]
         self.address = first + starts[1]
-        self.abort_items = first + starts[3], len(self._aborts)
+        self._first_abort = first + starts[3]
 
     def found(self) -> np.ndarray | None:
         """The record that is written, ``[1]``, None while there is none; does not wait."""
@@ -66,8 +65,17 @@ class FaultMemory:
                 return self._records[index : index + 1].copy()
         return None
 
+    def abort_items(self, code: ErrorCode) -> tuple[int, int]:
+        """Address and number of the items that tell of an error, after `write`.
+
+        Args:
+            code: of the error. What is a peer's ends only waits of this rank.
+        """
+        num = 1 if code == ErrorCode.PEER_ABORTED else len(self._aborts)  # this rank is the last
+        return self._first_abort + PUBLISH_ITEM.itemsize * (len(self._aborts) - num), num
+
     def write(self, code: ErrorCode, facts: tuple[int, int, int, int, int, int]) -> np.ndarray:
-        """Writes the host's record, and the word that tells the others.
+        """Writes the host's record, and the word of `abort_items`.
 
         Args:
             code: of the error.
@@ -78,5 +86,6 @@ class FaultMemory:
         """
         op, peer, slot, use, expected, observed = facts
         self._records[1] = (int(code), self._rank, op, peer, slot, 0, use, expected, observed)
-        self._aborts["value"] = pack_word(self._generation, self._rank, int(code))
+        origin = peer if code == ErrorCode.PEER_ABORTED else self._rank
+        self._aborts["value"] = pack_word(self._generation, origin, int(code))
         return self._records[1:].copy()

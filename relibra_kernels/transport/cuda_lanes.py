@@ -68,8 +68,8 @@ class Lane:
         streams: of the device.
         name: of the stream.
         ring_bytes: of pinned memory.
-        lock: of those who look while others submit; never held while a stream is given something,
-            since a full queue of the driver makes that wait for the GPU.
+        lock: of those who look while others submit; never held while this stream is given
+            something, since a full queue of the driver makes that wait for the GPU.
         when_full: called again and again while a full ring is waited for.
     """
 
@@ -111,8 +111,7 @@ class Lane:
         Raises:
             ValueError: more than the ring can hold.
         """
-        with self._lock:
-            start = self._take(-(-num_bytes // _ALIGN) * _ALIGN)
+        start = self._take(-(-num_bytes // _ALIGN) * _ALIGN)
         return self._first + start % len(self._bytes)
 
     def fill(self, address: int, content: bytes) -> None:
@@ -177,15 +176,18 @@ class Lane:
         start = self._head
         if start % total + size > total:
             start += total - start % total
-        if self.collect():
-            self._tail = start
-        while start + size - self._tail > total:
+        while not self._is_free(start, start + size):
             self._when_full()
             time.sleep(_NAP_S)
-            if self.collect():
-                self._tail = start
         self._head = start + size
         return start
+
+    def _is_free(self, start: int, stop: int) -> bool:
+        """Whether a part of the ring was given back; all of it where nothing is left to run."""
+        with self._lock:
+            if self.collect():
+                self._tail = start
+            return stop - self._tail <= len(self._bytes)
 
 
 def _nothing() -> None:

@@ -52,11 +52,9 @@ class CudaLibrary(Protocol):
 
     Attributes:
         name: for messages.
-        has_copy_engine: whether `push_copy_engine` and `wait_values` exist.
     """
 
     name: str
-    has_copy_engine: bool
 
     def push(self, items: int, n: int, fault: int, blocks: int, threads: int, stream: int) -> None:
         """Copies by the SMs, then words."""
@@ -100,8 +98,6 @@ class SharedLibrary:
     Raises:
         RuntimeError: it does not load, or has another version of the interface.
     """
-
-    has_copy_engine = True
 
     def __init__(self, path: Path) -> None:
         self.name = path.name

@@ -131,8 +131,6 @@ class CubinLibrary:
         RuntimeError: the file does not load, or lacks a kernel.
     """
 
-    has_copy_engine = False
-
     def __init__(self, path: Path, driver: Driver) -> None:
         self.name, self._driver = f"{path.name} by {driver.name}", driver
         kernels = ("push", "push_tma", "wait", "publish", "reduce")

@@ -1,8 +1,9 @@
 """Streams, events and memory of one GPU as the CUDA engine of replica synchronisation needs them.
 
 Stream contract: work for the stream `COMPUTE` goes to the stream that is current when it is given;
-the others are made here, at high priority. Nothing waits for the GPU on the host, and no tensor is
-tied to a stream: who hands memory to a stream keeps it until an event after its use has passed.
+the others come from PyTorch's pool, at high priority. Nothing but `zeros`, at set-up, waits for the
+GPU on the host, and no tensor is tied to a stream: who hands memory to a stream keeps it until an
+event after its use has passed.
 
 A watchdog asks for events and copies words on a thread of its own while a runtime is open. A CUDA
 graph that other code captures in that time needs ``capture_error_mode="thread_local"``.

@@ -182,7 +182,11 @@ class PeerDispatch:
         heap = self._make_heap()
         arena = heap.alloc(layout.nbytes, self._generation)
         self._generation = 1 + self._generation % _GENERATIONS
-        engine = self._make_engine(arena, layout)
+        try:
+            engine = self._make_engine(arena, layout)
+        except BaseException:
+            heap.close(peers_alive=False)
+            raise
         sync = RowSync(arena, layout, self.domain, self.rank, engine, timeout_s=self.timeout_s)
         self._open = heap, sync, Watchdog(sync, self._on_abort)
         return layout.nbytes

@@ -146,7 +146,6 @@ def _why_not_in_domain(
         return reason
     try:
         heap = _make(name, ranks, device, options)
-
         try_provider(heap, functools.partial(_engine, name, options), ranks, options.timeout_s)
     except RefusedError as error:
         return str(error)

@@ -25,7 +25,7 @@ from relibra_kernels.transport.arena_layout import ArenaLayout
 from relibra_kernels.transport.sync_engine import COMPUTE, PUSH, REDUCE
 from relibra_kernels.transport.sync_items import SyncItems, Use, copies_of, sources_of
 from relibra_kernels.transport.sync_report import SyncFailure, UseKey, table_of_words
-from relibra_kernels.transport.sync_side import SyncSide
+from relibra_kernels.transport.sync_side import REMEMBERED, SyncSide
 from relibra_kernels.transport.sync_types import ErrorCode, SyncOp
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from relibra_kernels.transport.symmetric_heap import Arena
     from relibra_kernels.transport.sync_engine import SyncEngine
-
-_REMEMBERED = 16  # uses that an error can name
 
 
 class ReplicaSync(SyncSide[ArenaLayout]):
@@ -121,7 +119,7 @@ class ReplicaSync(SyncSide[ArenaLayout]):
         use = Use(self._number(key), key, plan_hash, pushes, pulls)
         use.sources = sources_of(weights)
         self._recent[use.n] = use
-        self._recent.pop(use.n - _REMEMBERED, None)
+        self._recent.pop(use.n - REMEMBERED, None)
         self._note("push", key)
         if ready is not None and not all(w[0].is_contiguous() for w in weights.values() if len(w)):
             self.engine.wait_event(COMPUTE, ready)  # they are packed there

@@ -24,6 +24,9 @@ and two buffers hold two messages. The copy reads and writes each received row o
 2 * U * D * size bytes for U rows; over a link with 1/8 of the memory's bandwidth that is 1/4 of the
 time of the transfer itself. In return a buffer is free as soon as it was read.
 
+A message may be read before its owner asks for it, on the compute stream of whoever starts or reads
+a later one: a host with several compute streams orders those that use one channel.
+
 Why it cannot deadlock, with any number of channels and beside the pushes of weights (`ReplicaSync`)
 on the same streams: take the order in which a rank submits everything, which is the same on all
 ranks. Every wait in it is for a word that each writer submits earlier in it. ``arrived`` of message

@@ -11,6 +11,7 @@ import abc
 import atexit
 import dataclasses
 import logging
+import os
 import weakref
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -115,7 +116,7 @@ class Heap(abc.ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._is_open = False
+        self._is_open, self._process = False, os.getpid()  # which made the arena
 
     def alloc(self, nbytes: int, generation: int) -> Arena:
         """Makes a zeroed arena; collective.
@@ -138,7 +139,7 @@ class Heap(abc.ABC):
             )
         with torch.inference_mode(False):  # an ordinary tensor, which outlives the caller's mode
             arena = self._alloc(nbytes, generation)
-        self._is_open = True
+        self._is_open, self._process = True, os.getpid()
         _open_heaps.add(self)
         return arena
 
@@ -147,13 +148,13 @@ class Heap(abc.ABC):
 
         Args:
             peers_alive: False after an error: gives back what needs no peer and waits for
-                nobody.
+                nobody. So does a forked child, which has no connection to any.
         """
         if not self._is_open:
             return
         self._is_open = False
         _open_heaps.discard(self)
-        self._free(peers_alive)
+        self._free(peers_alive and self._process == os.getpid())
 
     @abc.abstractmethod
     def _alloc(self, nbytes: int, generation: int) -> Arena:

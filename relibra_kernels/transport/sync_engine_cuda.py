@@ -22,12 +22,14 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relibra_kernels.checks import check_process
 from relibra_kernels.errors import ReplicaSyncError
 from relibra_kernels.transport.cuda_faults import FaultMemory
 from relibra_kernels.transport.cuda_lanes import Lane, LaneWait
@@ -93,7 +95,7 @@ class CudaEngine(SyncEngine):
         self._lock, self._submit_lock = threading.RLock(), threading.Lock()  # first the second
         self._found: np.ndarray | None = None
         self._broken: Exception | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()  # whose threads and context are used
         with self._streams.current():
             self._library = library or load_library(self._streams.device)
             self._lanes = {
@@ -175,10 +177,12 @@ class CudaEngine(SyncEngine):
 
     def record(self, stream: str) -> Any:
         """See `SyncEngine`."""
+        self._check_process()
         return self._streams.record(stream)
 
     def wait_event(self, stream: str, event: Any) -> None:
         """See `SyncEngine`."""
+        self._check_process()
         if event is not None:
             self._streams.wait(stream, event)
 
@@ -208,8 +212,9 @@ class CudaEngine(SyncEngine):
             return None if self._found is None else self._found.copy()
 
     def report(self, code: ErrorCode, op: SyncOp, use: int, peer: int) -> None:
-        """See `SyncEngine`."""
-        self._report(code, op, use, peer)
+        """See `SyncEngine`; a forked child has no part in the protocol and tells nobody."""
+        if self._process == os.getpid():
+            self._report(code, op, use, peer)
 
     def _report(
         self,
@@ -226,17 +231,18 @@ class CudaEngine(SyncEngine):
                 return
             facts = (int(op), peer, slot, use, expected, observed)
             self._found = self._faults.write(code, facts)
-            if code != ErrorCode.PEER_ABORTED and not self._closed:
-                self._tell_peers()
+            if not self._closed:
+                self._tell(code)
             self._end_open_waits()
 
-    def _tell_peers(self) -> None:
+    def _tell(self, code: ErrorCode) -> None:
+        """Stores the abort words of all ranks; of this one alone where the error is a peer's."""
         try:
             with self._streams.current():
-                handle = self._streams.handle(SIDE)
-                self._library.publish(*self._faults.abort_items, self._fault_address, handle)
+                items, handle = self._faults.abort_items(code), self._streams.handle(SIDE)
+                self._library.publish(*items, self._fault_address, handle)
         except RuntimeError:
-            log.exception("rank %d cannot tell its peers that it failed", self._arena.rank)
+            log.exception("rank %d cannot store that it failed", self._arena.rank)
 
     def _end_open_waits(self) -> None:
         """Stores the words that streams wait for: the run has failed, and they must come to rest.
@@ -318,6 +324,7 @@ class CudaEngine(SyncEngine):
 
         After a failure it does not wait for ever: the failure is known, and that is enough.
         """
+        self._check_process()
         patience = 2 * self._timeout_s + _SETTLE_S
         failed_at: float | None = None
         with self._streams.current(), self._noting_errors():
@@ -331,8 +338,8 @@ class CudaEngine(SyncEngine):
                 time.sleep(_NAP_S)
 
     def close(self) -> None:
-        """Ends after all that the streams were given; a second call does nothing."""
-        if self._closed:
+        """Ends after all that the streams were given; nothing in a second call or a fork."""
+        if self._closed or self._process != os.getpid():
             return
         deadline = time.monotonic() + 2 * self._timeout_s + _SETTLE_S
         with self._streams.current(), self._noting_errors():
@@ -353,12 +360,17 @@ class CudaEngine(SyncEngine):
             idle = [lane.collect() for lane in self._lanes.values()]
         return all(idle)
 
+    def _check_process(self) -> None:
+        check_process("the engine of replica synchronisation", self._process)
+
     def _submit(self, stream: str, items: np.ndarray, give: Callable[[Lane], None]) -> None:
         """Gives a call to the lane of its stream, unless there are no items or after an error.
 
         Raises:
+            RuntimeError: in a forked child, or after `close`.
             ReplicaSyncError: the call could not be submitted; peers are told.
         """
+        self._check_process()
         if self._closed:
             raise RuntimeError("the engine is closed")
         if len(items) > MAX_ITEMS:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from relibra_kernels.transport.sync_engine import SyncEngine
     from relibra_kernels.transport.sync_report import SyncFailure, UseKey
 
-_REMEMBERED = 16  # uses that an error can name
+REMEMBERED = 16  # uses that an error can name
 
 LayoutT = TypeVar("LayoutT", bound="AnyLayout")
 
@@ -78,7 +78,7 @@ class SyncSide(abc.ABC, Generic[LayoutT]):
         number = self._num_uses
         self._num_uses += 1
         self._names[number] = key
-        self._names.pop(number - _REMEMBERED, None)
+        self._names.pop(number - REMEMBERED, None)
         return number
 
     def wait_event(self, event: Any) -> None:

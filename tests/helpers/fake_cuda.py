@@ -147,7 +147,7 @@ class FakeLibrary:
         refuses: names of functions that return "not supported".
     """
 
-    name, has_copy_engine = "fake", True
+    name = "fake"
 
     def __init__(self, refuses=()):
         self.host, self.refuses, self.calls = host_library(), set(refuses), []

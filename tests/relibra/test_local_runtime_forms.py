@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import relibra
 from relibra.local_rank import LocalRank
+from relibra_kernels.transport import sync_engine_cuda
+from relibra_kernels.transport.cuda_options import CudaOptions
+from relibra_kernels.transport.provider_choice import ProviderOptions
 from relibra_kernels.transport.sync_engine_cuda import CudaEngine
 from relibra_kernels.transport.sync_engine_local import LocalEngine
 
@@ -220,6 +223,27 @@ def test_over_the_engine_of_gpus(expected, monkeypatch):
     assert_equal(run(plain), expected)
     assert len(streams) == 4
     assert not any(one.errors for one in streams)
+
+
+def test_transport_options_reach_the_engine_of_gpus(expected, monkeypatch):
+    cuda, given = CudaOptions(push="sm", waits="kernel"), []
+
+    def engine(arena, layout, **options):
+        given.append(options.get("options"))
+        fakes = {"library": FakeLibrary(), "streams": FakeStreams()}
+        return CudaEngine(arena, layout, **options, **fakes)
+
+    def on_a_gpu(self, arena, layout, domain):
+        with monkeypatch.context() as patch:
+            patch.setattr(self._world, "device", torch.device("cuda"))
+            return make_engine(self, arena, layout, domain)
+
+    make_engine = LocalRank._engine
+    monkeypatch.setattr(sync_engine_cuda, "CudaEngine", engine)
+    monkeypatch.setattr(LocalRank, "_engine", on_a_gpu)
+    found = run(plain, timeout_s=20.0, transport_options=ProviderOptions(cuda=cuda))
+    assert_equal(found, expected)
+    assert given == [cuda] * 4
 
 
 class HalfKnown(World):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import told_in_fork
 from lost_rank import survivors_tell
 from shared_memory import SHM, leaked_segments
 
@@ -304,6 +305,20 @@ def test_comm_03_an_exception_inside_with_closes_and_waits_for_nobody():
     with Heap(None) as heap:
         heap.alloc(64, 1)
     assert seen == [False, True]
+
+
+def test_a_forked_child_closes_without_its_peers(monkeypatch):
+    """Groups, contexts and connections of its parent are not there to free memory together."""
+    (heap,) = LocalHeap.ranks(1)
+
+    def told(peers_alive):
+        raise RuntimeError(f"peers alive: {peers_alive}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(heap, "_free", told)
+        heap.alloc(NBYTES, 1)
+        assert told_in_fork(heap.close) == "peers alive: False"
+    heap.close()
 
 
 def test_comm_03_exit_without_close_is_one_warning(caplog, monkeypatch):

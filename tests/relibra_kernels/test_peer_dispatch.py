@@ -56,6 +56,19 @@ def test_buffers_grow_by_a_quarter_and_never_shrink():
         peer.over(WAY).start(torch.zeros(0, 1), [0, 0], [0, 0])
 
 
+def test_memory_without_an_engine_is_given_back():
+    (heap,) = LocalHeap.ranks(1)
+
+    def engine(arena, layout):
+        raise RuntimeError("no kernel for this GPU")
+
+    peer = PeerDispatch(lambda: heap, engine, [0], 0, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match="no kernel for this GPU"):
+        peer.reserve({"x": 1024})
+    heap.alloc(1024, 2)  # refused while an arena is open
+    heap.close()
+
+
 def test_sizes_that_differ_are_refused_with_both():
     """comm-08: nobody goes on with buffers that a peer takes for larger ones."""
     first, second = two_ranks(timeout_s=0.2)

@@ -112,12 +112,19 @@ def test_a_thousand_uses_of_a_small_ring(poison):
 def what_a_slow_stream_reads(num_calls=40):
     """Items as a stream finds them that is held up until the ring is full, or to the end."""
     streams, gate, seen, looks = FakeStreams(), FakeEvent(), [], []
+    lock = threading.RLock()
+
+    def look():
+        looks.append(lock.acquire(timeout=2))
+        if looks[-1]:
+            lock.release()
 
     def when_full():
-        looks.append(1)
+        watchdog = threading.Thread(target=look)
+        watchdog.start(), watchdog.join()
         gate.set()
 
-    lane = cuda_lanes.Lane(streams, PUSH, 1024, threading.RLock(), when_full)
+    lane = cuda_lanes.Lane(streams, PUSH, 1024, lock, when_full)
     streams.wait(PUSH, gate)
     for number in range(num_calls):
         items = (ctypes.c_double * 20).from_address(lane.place(np.full(20, float(number))))
@@ -130,7 +137,9 @@ def what_a_slow_stream_reads(num_calls=40):
 
 
 def test_a_full_ring_waits_for_its_oldest_part(monkeypatch):
-    assert what_a_slow_stream_reads()
+    looks = what_a_slow_stream_reads()
+    assert looks
+    assert all(looks), "others must look at the waits meanwhile"
     monkeypatch.setattr(cuda_lanes.Lane, "collect", lambda lane: lane._flights.clear() is None)
     with killed("ring: parts are given back before the stream has read them"):
         what_a_slow_stream_reads()

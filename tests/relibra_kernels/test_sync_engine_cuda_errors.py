@@ -9,12 +9,14 @@ import pytest
 import torch
 from cuda_world import World, one_replica
 from fake_cuda import FakeLibrary
+from forked import told_in_fork
 from sync_world import FIELDS, NUM_HOME
 
 from relibra_kernels.errors import ReplicaSyncError
 from relibra_kernels.transport.cuda_options import CudaOptions
-from relibra_kernels.transport.sync_engine import PUSH, REDUCE
+from relibra_kernels.transport.sync_engine import COMPUTE, PUSH, REDUCE
 from relibra_kernels.transport.sync_types import (
+    PUBLISH_ITEM,
     WAIT_ITEM,
     ErrorCode,
     SyncOp,
@@ -156,6 +158,42 @@ def test_the_host_reads_an_error_without_waiting_and_then_submits_nothing():
         assert world.libraries[0].calls == before
         with pytest.raises(ReplicaSyncError, match="this rank failed elsewhere"):
             sync.check()
+
+
+@pytest.mark.parametrize("waits", ["stream", "kernel"])
+def test_a_rank_that_ends_its_own_waits_runs_nothing_behind_them_and_tells_nobody(waits):
+    """As before a collective close of ranks that left a step: kernels see the abort word alone."""
+    with World(2, timeout_s=60.0, is_late=True, waits=waits) as world:
+        engine, layout = world.engines[1], world.layout
+        here, there = (world.engines[rank]._arena.peers[rank] for rank in (1, 0))
+        items = np.array([(here + layout.full(0, 0), pack_word(1, 0, 0), 0, 0, 0)], WAIT_ITEM)
+        credit = np.array([(there + layout.retired(1), pack_credit(1, 1))], PUBLISH_ITEM)
+        for stream in (COMPUTE, PUSH):
+            engine.wait(stream, items, 0, SyncOp.WEIGHTS)
+            engine.publish(stream, credit)
+        start = time.monotonic()
+        world.syncs[1].end_waits()
+        engine.settle()
+        assert time.monotonic() - start < 30, "waits have no need of their time-out"
+        assert int(engine.failure()["code"][0]) == ErrorCode.PEER_ABORTED
+        words = [there + layout.retired(1), there + layout.abort]
+        assert world.engines[0].load_words(words) == [0, 0]
+        assert not world.syncs[0].is_aborted()
+
+
+def test_a_forked_child_touches_no_stream_and_ends_no_wait_of_its_parent():
+    need = (
+        "the engine of replica synchronisation: need process PARENT, which made it and runs its "
+        "threads, got process CHILD, a fork of it"
+    )
+    with World(2, timeout_s=TIMEOUT_S) as world:
+        sync = world.syncs[0]
+        one_replica(sync, 0)
+        assert need in told_in_fork(lambda: one_replica(sync, 0))
+        assert need in told_in_fork(sync.join)
+        assert need in told_in_fork(lambda: sync.engine.record(PUSH))
+        assert told_in_fork(sync.abort) == told_in_fork(sync.close) == "nothing"
+        sync.join()
 
 
 def test_a_call_that_the_driver_refuses_is_told_to_all():
