@@ -1,14 +1,19 @@
 """The benchmark of replica synchronisation and the check of its time model, on the CPU."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from relibra_kernels.transport.heap_local import LocalHeap
+from relibra_kernels.transport.sync_engine import HostEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "perf"))  # scripts, not a package
@@ -191,3 +196,21 @@ def test_a_machine_that_does_not_is_shown_to_be_off():
 def test_the_model_needs_two_sizes():
     with pytest.raises(ValueError, match="need two sizes of x, push"):
         push_model.compare(lines(380.0, 7.0, ("DeepSeek-V3",)), "x", "push")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_given_back_together_unless_a_rank_failed(fails, monkeypatch):
+    """NVSHMEM keeps what is given back alone, and a run makes one arena a size and form."""
+    heap, closed = LocalHeap.ranks(2)[0], []
+    monkeypatch.setattr(heap, "_free", closed.append)
+    choice = SimpleNamespace(
+        make_heap=lambda: heap,
+        make_engine=lambda arena, layout: HostEngine(arena, layout, timeout_s=1.0),
+    )
+    monkeypatch.setattr(replica_movers, "choose_provider", lambda *_: choice)
+    monkeypatch.setattr(replica_movers, "dist", SimpleNamespace(
+        group=SimpleNamespace(WORLD=None), barrier=lambda: None))  # fmt: skip
+    with contextlib.suppress(ValueError), replica_movers.provider_mover("x", problem(2), 0, 2):
+        if fails:
+            raise ValueError
+    assert closed == [not fails]

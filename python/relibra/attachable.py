@@ -46,7 +46,8 @@ def find_layers(model: nn.Module, runtime: Runtime) -> dict[int, BalancedMoE]:
         if moe.home_slot_expert.tolist() != home.tolist():
             raise ValueError(
                 f"model: {name!r} holds experts {moe.home_slot_expert.tolist()}; need the identity "
-                f"layout {home.tolist()} to attach (runtime.set_layout restores it)"
+                f"layout {home.tolist()} to attach (runtime.set_layout restores it; after a "
+                "failure load a logical state dict into a new model)"
             )
         layers[moe.layer] = moe
     if not layers:

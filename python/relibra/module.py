@@ -289,15 +289,18 @@ class BalancedMoE(nn.Module):
         use = attachment.current_use(self) if attachment is not None else None
         if use is not None:
             return use.handle(self.layer, expert_ids, num_tokens)
-        if expert_ids is None:
-            raise ValueError("expert_ids: need [T, K] ids outside a training step, got None")
-        if attachment is not None:
-            return attachment.live_handle(self, expert_ids)
-        if self.num_ranks > 1:
+        if attachment is None and self.num_ranks > 1:
             raise RuntimeError(
                 f"BalancedMoE layer {self.layer} holds 1 of {self.num_ranks} shards and no runtime "
                 "is attached: call runtime.attach(model) first"
             )
+        if expert_ids is None:
+            where = "outside `with step.forward(micro_batch=...)` of a training step"
+            if attachment is None:
+                where = "outside a runtime: call runtime.attach(model) to have them replayed"
+            raise ValueError(f"expert_ids: need [T, K] ids {where}; got None in layer {self.layer}")
+        if attachment is not None:
+            return attachment.live_handle(self, expert_ids)
         return local_handle(expert_ids, self.home_slot_expert, self.num_experts)
 
     @property

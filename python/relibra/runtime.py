@@ -7,6 +7,7 @@ layout of its own), ``GroupMovers`` moves the data of one use of one layer.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from relibra.agreement import agree, gather_tensor, stack_loads, wire_device
@@ -170,6 +171,7 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
                 attached already, sharded for another group or not in identity layout.
         """
         self.require_open()
+        importlib.import_module("torch._dynamo")  # the first op would, while peers wait in a step
         if name in self.attachments:
             raise ValueError(f"name: {name!r} is attached already; need a new name")
         attachment = self._new_attachment(model, optimizer, name)
@@ -214,8 +216,10 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         """
         self.require_open()
         known = list(self.attachments)
-        chosen = name if name is not None else (known[0] if known else None)
-        if chosen is None or chosen not in self.attachments:
+        if not known:
+            raise ValueError("model: no model is attached: call runtime.attach(model) first")
+        chosen = known[0] if name is None else name
+        if chosen not in self.attachments:
             raise ValueError(f"model: need one of the attached {known}, got {name!r}")
         return self.attachments[chosen]
 

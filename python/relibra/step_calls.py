@@ -141,7 +141,8 @@ class StepCalls(abc.ABC):
             the rows of the ranks over the step, and mean, p99 and max of the imbalance of its
             micro-batches; names ending in ``_routed`` are without padding rows. As
             ``layer_<number>/replica_...`` what replicas cost this rank: uses pushed ahead and at
-            entry, bytes, and seconds of exposed push. Then moves and tokens that cross nodes.
+            entry, bytes, and seconds of exposed push. Then moves, and tokens that cross nodes,
+            counted only with ``dispatch="two_hop"``, else 0.
         """
         return step_report(self)
 
