@@ -203,14 +203,10 @@ class LocalReplica(DistReplica):
         """As `DistReplica.push`."""
         pushes = self._checked(fields, push_list, pull_list)
 
-        def hand_out(values: list[tuple[list[list[int]], Fields]]) -> list[None]:
-            for pushes, fields in values:
-                for slot, rank, replica_slot in pushes:
-                    for (home, _), (_, replica) in zip(fields, values[rank][1], strict=True):
-                        replica[replica_slot].copy_(home[slot])
-            return [None] * len(values)
+        def copy(home: torch.Tensor, replica: torch.Tensor) -> None:
+            replica.copy_(home)
 
-        self._group.post(self.ranks.rank, "replica push", what, (pushes, fields), hand_out)()
+        self._post("replica push", what, (pushes, fields), copy)
 
     def reduce(
         self, fields: Fields, push_list: torch.Tensor, pull_list: torch.Tensor, *, what: str
@@ -219,14 +215,28 @@ class LocalReplica(DistReplica):
         turned = [(home, replica) for replica, home in fields]
         pushes = self._checked(turned, push_list, pull_list)
 
+        def add(home: torch.Tensor, replica: torch.Tensor) -> None:
+            home.add_(replica)
+
+        self._post("home reduce", what, (pushes, turned), add)
+
+    def _post(
+        self,
+        operation: str,
+        what: str,
+        mine: tuple[list[list[int]], Fields],
+        act: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """When all ranks are here, ``act(home slot, replica slot)`` for every copy of each."""
+
         def hand_out(values: list[tuple[list[list[int]], Fields]]) -> list[None]:
             for pushes, fields in values:
                 for slot, rank, replica_slot in pushes:
                     for (home, _), (_, replica) in zip(fields, values[rank][1], strict=True):
-                        home[slot].add_(replica[replica_slot])
+                        act(home[slot], replica[replica_slot])
             return [None] * len(values)
 
-        self._group.post(self.ranks.rank, "home reduce", what, (pushes, turned), hand_out)()
+        self._group.post(self.ranks.rank, operation, what, mine, hand_out)()
 
     def _checked(
         self, fields: Fields, push_list: torch.Tensor, pull_list: torch.Tensor
