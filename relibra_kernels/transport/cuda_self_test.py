@@ -25,6 +25,7 @@ from relibra_kernels.transport.sync_types import (
 )
 
 if TYPE_CHECKING:
+    from relibra_kernels.transport.cuda_faults import FaultMemory
     from relibra_kernels.transport.cuda_library import CudaLibrary
     from relibra_kernels.transport.cuda_options import CudaOptions
     from relibra_kernels.transport.cuda_streams import DeviceStreams
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 60.0
 _COUNT = 19  # floats of a copy and a sum: vectors of 16 bytes and a rest
 _PART = 128  # bytes of each piece of the memory
+_in_use: list[SelfTest] = []  # whose calls did not end: their memory stays
 _FIRST, _FULL, _SOURCE, _TARGET, _HOME, _ARRIVALS = range(0, 6 * _PART, _PART)
 
 
@@ -43,7 +45,7 @@ class SelfTest:
     Args:
         library: of the kernels.
         streams: of the device.
-        fault: address of this rank's fault.
+        faults: of this rank.
         options: which forms are wanted.
         generation: of the fault.
     """
@@ -52,17 +54,18 @@ class SelfTest:
         self,
         library: CudaLibrary,
         streams: DeviceStreams,
-        fault: int,
+        faults: FaultMemory,
         options: CudaOptions,
         generation: int,
     ) -> None:
-        self._library, self._streams, self._fault = library, streams, fault
+        self._library, self._streams, self._fault = library, streams, faults.address
         self._options, self._word = options, pack_word(generation, 0, 1)
         self._device = streams.zeros(6 * _PART)
         self._pinned = streams.pinned(6 * _PART)
         self._back = streams.pinned(6 * _PART)
         self._base, self._handle = self._device.data_ptr(), streams.handle(PUSH)
-        self._items: list[Any] = []  # pinned, until the end
+        self._end: float | None = None  # when patience ends
+        self._items: list[Any] = [faults]  # what calls read, until the end
 
     def run(self) -> tuple[str, str]:
         """All calls that the engine makes.
@@ -73,6 +76,28 @@ class SelfTest:
         Raises:
             RuntimeError: a call failed, did not end, or did something else.
         """
+        _in_use.append(self)
+        try:
+            found = self._run()
+        except BaseException:
+            self._come_to_rest()
+            raise
+        _in_use.remove(self)
+        return found
+
+    def _come_to_rest(self) -> None:
+        """Calls that were given before an error still run: their memory is given back after them.
+
+        It stays where they do not end.
+        """
+        try:
+            self._finish()
+        except RuntimeError as error:  # maybe as before
+            log.error("memory of the self-test stays: %s", error)
+        else:
+            _in_use.remove(self)
+
+    def _run(self) -> tuple[str, str]:
         values = np.arange(1, _COUNT + 1, dtype=np.float32)
         self._floats(self._pinned, _SOURCE)[:] = values
         self._floats(self._pinned, _HOME)[:] = 2 * values
@@ -142,9 +167,10 @@ class SelfTest:
         return "sm"
 
     def _finish(self) -> None:
-        event, end = self._streams.record(PUSH), time.monotonic() + 2 * _PATIENCE_S
+        self._end = self._end or time.monotonic() + 2 * _PATIENCE_S
+        event = self._streams.record(PUSH)
         while not event.query():
-            if time.monotonic() > end:
+            if time.monotonic() > self._end:
                 raise RuntimeError(
                     f"kernels of {self._library.name} do not end on {self._streams.device}"
                 )

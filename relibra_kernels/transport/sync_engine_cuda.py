@@ -108,7 +108,7 @@ class CudaEngine(SyncEngine):
             self._counters = self._streams.zeros(4 * MAX_ITEMS * len(self._lanes))
             first = self._counters.data_ptr()
             self._arrivals = {name: first + 4 * MAX_ITEMS * i for i, name in enumerate(self._lanes)}
-            call = (self._library, self._streams, self._fault_address, self._options)
+            call = (self._library, self._streams, self._faults, self._options)
             self.push_form, self.waits_form = SelfTest(*call, arena.generation).run()
 
     # -- calls of the protocol ---------------------------------------------------------------

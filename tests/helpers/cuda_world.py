@@ -44,11 +44,15 @@ class World:
         arenas = [heap.alloc(self.layout.nbytes, 1) for heap in self.heaps]
         self.streams = [FakeStreams(lag_s=lag_s, is_late=is_late) for _ in arenas]
         self.libraries = [library() for _ in arenas]
-        self.engines = [
-            CudaEngine(arena, self.layout, timeout_s=timeout_s, options=CudaOptions(**options),
-                       library=one, streams=streams)
-            for arena, one, streams in zip(arenas, self.libraries, self.streams, strict=True)
-        ]  # fmt: skip
+        try:
+            self.engines = [
+                CudaEngine(arena, self.layout, timeout_s=timeout_s, options=CudaOptions(**options),
+                           library=one, streams=streams)
+                for arena, one, streams in zip(arenas, self.libraries, self.streams, strict=True)
+            ]  # fmt: skip
+        except BaseException:
+            self._end_streams()
+            raise
         kind = LateSync if is_late else ReplicaSync
         domain = range(num_ranks)
         self.syncs = [
@@ -74,6 +78,10 @@ class World:
             assert not thread.is_alive(), found
         return found
 
+    def _end_streams(self):
+        for one in self.streams:
+            one.close()
+
     def __enter__(self):
         return self
 
@@ -82,6 +90,7 @@ class World:
             sync.close()
         for heap in self.heaps:
             heap.close()
+        self._end_streams()
         if error is None:
             assert [one.errors for one in self.streams] == [[]] * self.num_ranks
 

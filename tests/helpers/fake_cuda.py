@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from relibra_kernels.transport.sync_engine import COMPUTE, PUSH, REDUCE
 from relibra_kernels.transport.sync_types import FAULT, PUSH_ITEM, REDUCE_ITEM, WAIT_ITEM
 
 HANDLES = {}  # as a stream of CUDA is known to a library
-_REACHED = []  # memory that a kernel may touch beside arenas and tensors: pinned, or of the GPU
+_REACHED = {}  # start -> end of memory, still there, that a kernel may touch: pinned, or of the GPU
 _numbers = itertools.count(1)
 _ON_HOST = 2  # blocks, and threads of a block, of every launch here
 
@@ -36,10 +37,10 @@ def host_library():
 
 
 def check_reached(*addresses):
-    """Raises for pageable memory of the host, which no kernel reaches."""
+    """Raises for memory of the host that is pageable, which no kernel reaches, or given back."""
     for address in addresses:
-        if not any(start <= address < stop for start, stop in _REACHED):
-            raise AssertionError(f"a kernel would read {address:#x}, which is pageable memory")
+        if not any(start <= address < stop for start, stop in list(_REACHED.items())):
+            raise AssertionError(f"a kernel would read {address:#x}, which is not pinned memory")
 
 
 class FakeEvent:
@@ -72,9 +73,15 @@ class FakeStream:
     def submit(self, call):
         self.calls.put(call)
 
+    def close(self):
+        """The thread ends after what it was given."""
+        self.calls.put(None)
+
     def _main(self):
         while True:
             call = self.calls.get()
+            if call is None:
+                return
             if self.lag_s:
                 time.sleep(self.lag_s * self.random.random())
             try:
@@ -91,6 +98,9 @@ class Caller:
 
     def submit(self, call):
         call()
+
+    def close(self):
+        pass
 
 
 class FakeStreams:
@@ -122,9 +132,11 @@ class FakeStreams:
         return self.record(stream)
 
     def pinned(self, num_bytes):
-        made = torch.zeros(num_bytes, dtype=torch.uint8)
-        _REACHED.append((made.data_ptr(), made.data_ptr() + num_bytes))
-        return made
+        memory = np.zeros(num_bytes, np.uint8)
+        start = memory.ctypes.data
+        _REACHED[start] = start + num_bytes
+        weakref.finalize(memory, _REACHED.pop, start)
+        return torch.from_numpy(memory)
 
     zeros = pinned
 
@@ -134,6 +146,12 @@ class FakeStreams:
     def drain(self):
         for name in self.streams:
             self.record(name).synchronize()
+
+    def close(self):
+        """Ends the threads; nothing is submitted any more."""
+        for name, one in self.streams.items():
+            one.close()
+            HANDLES.pop(self.handles[name], None)
 
     @property
     def errors(self):
@@ -158,6 +176,8 @@ class FakeLibrary:
             raise CudaCallError(f"rs_{name}", 801)
 
         def call():
+            if not isinstance(items, Held):
+                check_reached(items)  # still
             with contextlib.suppress(CudaCallError if name == "wait" else ()):  # what was found
                 getattr(self.host, name)(items, *arguments, 0)
 

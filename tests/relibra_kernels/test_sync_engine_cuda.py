@@ -115,7 +115,7 @@ def what_a_slow_stream_reads(num_calls=40):
     lock = threading.RLock()
 
     def look():
-        looks.append(lock.acquire(timeout=2))
+        looks.append(lock.acquire(timeout=20))
         if looks[-1]:
             lock.release()
 
@@ -132,6 +132,7 @@ def what_a_slow_stream_reads(num_calls=40):
         lane.submitted()
     gate.set()
     streams.drain()
+    streams.close()
     assert seen == [[number] * 20 for number in range(num_calls)]
     return looks
 
@@ -165,8 +166,9 @@ def test_a_closed_engine_holds_no_memory_until_garbage_is_collected():
     """One is made for every arena, so in every cycle of suspend and resume."""
     with World(1) as world:
         options = {"library": FakeLibrary(), "streams": FakeStreams()}
-        engine = CudaEngine(world.engines[0]._arena, world.layout, timeout_s=1.0, **options)
+        engine = CudaEngine(world.engines[0]._arena, world.layout, timeout_s=20.0, **options)
         engine.close()
+        options["streams"].close()
         alive = weakref.ref(engine)
         del engine
         assert alive() is None
@@ -191,7 +193,7 @@ def test_who_waits_for_what_is_known_without_waiting():
     with World(2, is_late=True) as world:
         engine, sync = world.engines[1], world.syncs[1]
         ReplicaSync.weights(sync, one_replica(sync, 1))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not (found := engine.pending()) and time.monotonic() < deadline:
             time.sleep(0.005)
         (wait,) = found

@@ -25,7 +25,8 @@ class QueuedStreams(FakeStreams):
 
     def __init__(self, queue):
         super().__init__(is_late=True)
-        for name in self.streams:
+        for name, own in self.streams.items():
+            own.close()
             self.streams[name] = queue
             HANDLES[self.handles[name]] = queue
 
@@ -76,6 +77,7 @@ def test_all_streams_of_all_ranks_in_one_queue(order, push):
         sync.close()
         heap.close()
     lockstep.close()
+    queue.close()
     assert queue.errors == []
 
 
