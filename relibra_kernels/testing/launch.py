@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from multiprocessing import connection, get_context
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -60,6 +61,7 @@ class _Job:
     args: tuple[Any, ...]
     num_ranks: int
     folder: Path
+    timeout: float
     group_timeout: float
 
 
@@ -78,14 +80,16 @@ def run_ranks(
             copies.
         *args: passed on, by fork, so without pickling.
         timeout: seconds until the whole run counts as hung.
-        group_timeout: seconds after which a collective fails; None is ``timeout``.
+        group_timeout: seconds after which a collective fails; None is ``timeout``. The group
+            is made when all ranks have started: a slow start is no failure.
 
     Returns:
         The results in rank order.
 
     Raises:
         ValueError: ``num_ranks`` below 1.
-        RankError: a rank raised or died; the first one, with its traceback. The others are killed.
+        RankError: a rank raised or died, or its result arrived damaged; the first one, with its
+            traceback. The others are killed.
         TimeoutError: not all ranks answered in time; names the silent ones and where they stood.
 
     Example:
@@ -103,10 +107,10 @@ def run_ranks(
         tempfile.TemporaryDirectory(prefix="relibra_ranks_") as folder,
         contextlib.ExitStack() as stack,
     ):
-        job = _Job(fn, args, num_ranks, Path(folder), group_timeout or timeout)
+        job = _Job(fn, args, num_ranks, Path(folder), timeout, group_timeout or timeout)
         processes, pipes = _start(job)
         stack.callback(_stop, processes, pipes)
-        return _collect(job, processes, pipes, time.monotonic() + timeout, timeout)
+        return _collect(job, processes, pipes, time.monotonic() + timeout)
 
 
 def _import_before_fork() -> None:
@@ -144,22 +148,43 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{job.folder}/rendezvous",
-            rank=rank,
-            world_size=job.num_ranks,
-            timeout=datetime.timedelta(seconds=job.group_timeout),
-        )
+        _join_group(job, rank)
         message = bytes(_ByValue.dumps((True, job.fn(rank, job.num_ranks, *job.args), "")))
     except BaseException as error:
         message = _failure(error)
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError, EOFError):
-        pipe.send_bytes(message)
+        pipe.send_bytes(_sealed(message))
         pipe.recv_bytes()  # peers may still need this rank's connections
     os._exit(0)  # no destructors of inherited objects, no second flush of inherited buffers
+
+
+def _join_group(job: _Job, rank: int) -> None:
+    """Joins when all ranks are there: a group with a short time-out does not wait for the last."""
+    (job.folder / f"here_{rank}").touch()
+    while not all((job.folder / f"here_{peer}").exists() for peer in range(job.num_ranks)):
+        time.sleep(0.002)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.folder}/rendezvous",
+        rank=rank,
+        world_size=job.num_ranks,
+        timeout=datetime.timedelta(seconds=job.group_timeout),
+    )
+
+
+def _sealed(message: bytes) -> bytes:
+    """A message behind its CRC-32, so that bytes that change on their way are no wrong result."""
+    return zlib.crc32(message).to_bytes(4, "little") + message
+
+
+def _opened(sealed: bytes, rank: int, num_ranks: int) -> bytes:
+    message, need = sealed[4:], int.from_bytes(sealed[:4], "little")
+    if (got := zlib.crc32(message)) != need:
+        report = f"its message of {len(message)} bytes was damaged on its way: "
+        raise RankError(rank, num_ranks, f"{report}need CRC-32 {need:#010x}, got {got:#010x}")
+    return message
 
 
 def _failure(error: BaseException) -> bytes:
@@ -177,7 +202,6 @@ def _collect(
     processes: list[ForkProcess],
     pipes: list[connection.Connection],
     deadline: float,
-    timeout: float,
 ) -> list[Any]:
     """Waits for all results; the first failure or the deadline ends it."""
     results: dict[int, Any] = {}
@@ -187,12 +211,13 @@ def _collect(
             [pipes[rank] for rank in silent], timeout=max(0.0, deadline - time.monotonic())
         )
         if not ready:
-            _raise_hang(job, processes, silent, timeout)
+            _raise_hang(job, processes, silent)
         for rank in (rank for rank in silent if pipes[rank] in ready):
             try:
-                good, value, report = _ByValue.loads(pipes[rank].recv_bytes())
+                sealed = pipes[rank].recv_bytes()
             except EOFError:
                 raise _death(job, processes, rank) from None
+            good, value, report = _ByValue.loads(_opened(sealed, rank, job.num_ranks))
             if not good:
                 _raise_if_another_died(job, processes)
                 raise RankError(rank, job.num_ranks, report) from value
@@ -213,23 +238,29 @@ def _raise_if_another_died(job: _Job, processes: list[ForkProcess]) -> None:
             raise _death(job, processes, rank)
 
 
-def _raise_hang(
-    job: _Job, processes: list[ForkProcess], silent: list[int], timeout: float
-) -> NoReturn:
+def _raise_hang(job: _Job, processes: list[ForkProcess], silent: list[int]) -> NoReturn:
     """Names the ranks that gave no answer and shows their Python stacks."""
     for rank in silent:
         with contextlib.suppress(OSError):
             os.kill(processes[rank].pid or 0, signal.SIGUSR1)
-    time.sleep(0.2)
-    stacks = [
-        f"rank {rank}:\n{(job.folder / f'stack_{rank}').read_text().strip() or 'no stack'}"
-        for rank in silent
-        if (job.folder / f"stack_{rank}").exists()
-    ]
+    stacks = [f"rank {rank}:\n{text}" for rank, text in _stacks(job, silent).items()]
     raise TimeoutError(
-        f"ranks {silent} of {job.num_ranks} gave no answer within {timeout:g} s\n"
+        f"ranks {silent} of {job.num_ranks} gave no answer within {job.timeout:g} s\n"
         + "\n".join(stacks)
     )
+
+
+def _stacks(job: _Job, ranks: list[int], patience_s: float = 3.0) -> dict[int, str]:
+    """What the ranks wrote, when all have and no more comes, or after a while."""
+    paths = {rank: job.folder / f"stack_{rank}" for rank in ranks}
+    deadline, before = time.monotonic() + patience_s, None
+    while True:
+        found = {rank: path.read_text().strip() for rank, path in paths.items() if path.exists()}
+        is_complete = all(found.values()) and found == before
+        if is_complete or time.monotonic() > deadline:
+            return {rank: text or "no stack" for rank, text in found.items()}
+        before = found
+        time.sleep(0.2)
 
 
 def _stop(processes: list[ForkProcess], pipes: list[connection.Connection]) -> None:
