@@ -1,11 +1,13 @@
 """Set-up of every test process; the environment is set before torch and Triton are imported."""
 
 import os
+import random
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; 0 for tests on a GPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms on a GPU
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +31,8 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+collect_ignore = ["helpers/native_asan.py"]  # a plugin of a process with AddressSanitizer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,6 +66,12 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder ../shared beside the checkout, which is missing")
     return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws without a seed does not hang on the tests before it in its process."""
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
 
 
 def missing_hardware(item: pytest.Item) -> str | None:

@@ -90,9 +90,8 @@ class KernelCase:
     def row_to_slot(self) -> torch.Tensor:
         """int64 [R], -1 on pad and spare rows."""
         slot_R = torch.full((self.num_rows,), -1)
-        for slot, (base, rows) in enumerate(
-            zip(self.slot_base.tolist(), self.slot_rows, strict=False)
-        ):
+        bases = self.slot_base.tolist()
+        for slot, (base, rows) in enumerate(zip(bases, self.slot_rows, strict=False)):
             slot_R[base : base + rows] = slot
         return slot_R
 
@@ -115,8 +114,8 @@ class KernelCase:
 
     @property
     def row_to_token(self) -> torch.Tensor:
-        """int32 [R], -1 on pad and spare rows."""
-        return build_rows(self.token_choice_to_row, self.num_rows)[0]
+        """int32 [R], -1 on pad and spare rows; token 0 behind it, for mutants that read on."""
+        return surrounded(build_rows(self.token_choice_to_row, self.num_rows)[0], 0)
 
     @property
     def row_to_choice(self) -> torch.Tensor:
@@ -146,7 +145,7 @@ class KernelCase:
 
     def poison(self, rows: torch.Tensor) -> torch.Tensor:
         """A copy with NaN in pad and spare rows."""
-        return rows.masked_fill((self.row_to_slot < 0)[:, None], torch.nan)
+        return surrounded(rows.masked_fill((self.row_to_slot < 0)[:, None], torch.nan), torch.nan)
 
     def weights(
         self,
@@ -201,19 +200,25 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 def store(logical: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Logical weights [slots, halves, rows, columns] in a storage layout, as `WeightSet` takes it.
 
-    "strided" is a view of a larger buffer full of NaN: rows and slots have gaps behind them.
+    All are views of larger buffers full of NaN; in "strided", rows and slots have gaps behind them.
     """
     slots, halves, rows, columns = logical.shape
-    flat = logical.reshape(slots, halves * rows, columns)
-    if layout in ("interleaved", "transposed_pairs"):
-        flat = logical.transpose(1, 2).reshape(slots, halves * rows, columns)
+    is_paired = layout in ("interleaved", "transposed_pairs")
+    paired = logical.transpose(1, 2) if is_paired else logical
+    flat = paired.reshape(slots, halves * rows, columns)
     if layout in ("transposed", "transposed_pairs"):
-        return flat.transpose(1, 2).contiguous()
+        return surrounded(flat.transpose(1, 2), torch.nan)
     if layout == "strided":
         buffer = flat.new_full((slots, halves * rows + 4, columns + 32), torch.nan)
-        buffer[:, : halves * rows, :columns] = flat
-        return buffer[:, : halves * rows, :columns]
-    return flat.contiguous()
+        return buffer[:, : halves * rows, :columns].copy_(flat)
+    return surrounded(flat, torch.nan)
+
+
+def surrounded(x: torch.Tensor, beyond: float) -> torch.Tensor:
+    """A contiguous copy in a larger buffer: a mutant may read a block too many at either end."""
+    room = CANARY * math.prod(x.shape[2:])  # whole rows, and 16 bytes stay aligned
+    buffer = x.new_full((x.numel() + 2 * room,), beyond)
+    return buffer[room : room + x.numel()].view(x.shape).copy_(x)
 
 
 def slot_weights(weights: WeightSet) -> list[torch.Tensor]:
@@ -271,13 +276,11 @@ def sparse_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> Guarded:
     """NaN-filled (integers: the largest one) tensor with canaries before and after it."""
-    size = math.prod(shape)
-    wide = dtype.is_floating_point
-    canary = 77
+    size, canary = math.prod(shape), 77
     buffer = _torch_empty(size + 2 * CANARY, dtype=dtype).fill_(canary)
-    inner = buffer[CANARY : CANARY + size]
-    inner.fill_(torch.nan if wide else torch.iinfo(dtype).max)
-    return Guarded(inner.view(shape), buffer, canary)
+    inner = buffer[CANARY : CANARY + size].view(shape)
+    inner.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
+    return Guarded(inner, buffer, canary)
 
 
 @contextlib.contextmanager
@@ -346,10 +349,9 @@ def run_orders(
 
 def assert_same_bits(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
     """Fails unless all tensors have equal bits (NaN where NaN, -0.0 where -0.0)."""
+    bits = torch.uint8
     for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert ours.shape == theirs.shape
-        bits = torch.uint8
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(ours.contiguous().view(bits), theirs.contiguous().view(bits))
 
 

@@ -12,6 +12,12 @@ def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
+class Fault(np.ndarray):
+    """One fault; `reached` keeps alive what its addresses point to, for as long as it lives."""
+
+    reached: tuple[object, ...] = ()
+
+
 class Memory:
     """What calls of the native library point to; `peers` are other ranks' memories."""
 
@@ -21,12 +27,14 @@ class Memory:
         self.arrivals = np.zeros(64, np.uint32)
         self.abort = np.zeros(1, np.uint64)
         self.record = np.zeros(1, st.ERROR_RECORD)
-        self.fault = np.zeros(1, st.FAULT)
+        self.fault = np.zeros(1, st.FAULT).view(Fault)
         self.connect([])
 
     def connect(self, peers: list[Memory]) -> None:
         """Tells this rank where the others' abort words are."""
-        self.peer_aborts = np.array([address(peer.abort) for peer in peers], np.uint64)
+        aborts = [peer.abort for peer in peers]
+        self.peer_aborts = np.array([address(abort) for abort in aborts], np.uint64)
+        self.fault.reached = (self.record, self.abort, self.peer_aborts, *aborts)
         self.fault[0] = (
             address(self.record),
             address(self.abort),
