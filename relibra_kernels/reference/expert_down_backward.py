@@ -100,7 +100,7 @@ def from_activation_grad(
     a = activate_rounded(h, activation, alpha, limit)
     g = g.to(wide)
     if activation == SWIGLU:
-        dh = swiglu_backward((g * score).to(h.dtype), h)
+        dh = swiglu_backward(g * score, h)
     else:
         dh = activate_grad(g * score, h.to(wide), activation, alpha, limit).to(h.dtype)
     return dh, (a.to(wide) * score).to(h.dtype), (g * a.to(wide)).sum(1)

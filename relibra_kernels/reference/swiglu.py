@@ -38,7 +38,7 @@ def swiglu_backward(da_RF: torch.Tensor, h_R2F: torch.Tensor) -> torch.Tensor:
     ``dup = da * gate * s``.
 
     Args:
-        da_RF: ``[R, F]``, dtype of ``h``.
+        da_RF: ``[R, F]``, dtype of ``h``; other references also give it in the accumulation dtype.
         h_R2F: ``[R, 2F]``, as given to `swiglu`.
 
     Returns:
