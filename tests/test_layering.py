@@ -29,6 +29,7 @@ LAYERS = [  # low to high; a file may import its own layer and lower ones
     {"ops", "transport", "testing", "registry", "relibra_kernels"},
     {"hop_splits", "hop_tables", "places", "dispatcher", "stages", "started_layer"}
     | {
+        "rank_settings",
         "rank_tables",
         "copy_lists",
         "static_slots",

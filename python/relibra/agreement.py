@@ -7,7 +7,9 @@ faults found between collectives are exchanged here before anybody raises.
 from __future__ import annotations
 
 import datetime
+import json
 import secrets
+import zlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +23,9 @@ from relibra_kernels.transport.group import Ranks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_MESSAGE_BYTES = 512  # room for the text of the first fault
+_MESSAGE_BYTES = 8192  # of an agreement
+_FAULT_BYTES, _VALUE_BYTES = 1024, 320  # of texts in it
+_LISTED_RANKS = 16  # in a message about values that differ
 
 
 def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
@@ -236,7 +240,7 @@ def wait_for_all(group: dist.ProcessGroup | None, timeout_s: float | None, what:
 
 def agree(
     group: dist.ProcessGroup | None,
-    facts: Mapping[str, int],
+    facts: Mapping[str, int | str],
     *,
     what: str,
     fault: Exception | None = None,
@@ -244,15 +248,18 @@ def agree(
 ) -> None:
     """Raise on every rank unless all ranks are well and hold the same facts.
 
+    Every agreement sends messages of one size, so that ranks at different ones learn it here.
+
     Args:
         group: the group, None for one rank.
-        facts: name -> 63-bit value; the same names in the same order on every rank.
+        facts: name -> value; the same names in the same order on every rank.
         what: the operation, for messages.
         fault: an error found by this rank alone.
         timeout_s: seconds to wait for the slowest rank, None for the group's own time-out.
 
     Raises:
-        PlanError: another rank has a fault, or a fact differs; the message names ranks and values.
+        PlanError: another rank has a fault or is at another operation, or a fact differs; the
+            message names ranks and values.
         ReplicaSyncError: a rank did not take part in time, or the fault of another rank is one.
         Exception: ``fault`` itself on the rank that has it.
     """
@@ -260,14 +267,10 @@ def agree(
         if fault is not None:
             raise fault
         return
-    said = "" if fault is None else f"{type(fault).__name__}: {fault}"
-    text = said.encode(errors="replace")[:_MESSAGE_BYTES]
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    message[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    numbers = torch.tensor([int(fault is not None), *facts.values()], dtype=torch.int64)
+    said = None if fault is None else f"{type(fault).__name__}: {fault}"
     try:
         wait_for_all(group, timeout_s, what)
-        gathered = gather_tensor(torch.cat([numbers.view(torch.uint8), message]), group, what)
+        gathered = gather_tensor(_packed(what, said, [*facts.values()]), group, what)
     except ReplicaSyncError as error:
         if isinstance(fault, ReplicaSyncError):  # says more than that the ranks did not meet
             raise fault from fault.__cause__ or error
@@ -276,17 +279,37 @@ def agree(
         raise
     if fault is not None:
         raise fault
-    size = numbers.numel() * 8
-    table = [part[:size].view(torch.int64).tolist() for part in gathered]
-    told = [
-        bytes(part[size:].tolist()).rstrip(b"\0").decode(errors="replace") if row[0] else None
-        for part, row in zip(gathered, table, strict=True)
-    ]
-    check_agreement(what, told, list(facts), [row[1:] for row in table])
+    rows = [json.loads(part.numpy().tobytes()) for part in gathered]
+    told = [row[1] for row in rows]
+    check_agreement(what, told, ["operation", *facts], [[row[0], *row[2:]] for row in rows])
+
+
+def _packed(what: str, fault: str | None, values: Sequence[int | str]) -> torch.Tensor:
+    """The message of one rank, uint8 of one size for all agreements."""
+    said = None if fault is None else _bounded(fault, _FAULT_BYTES)
+    row: list[Any] = [_bounded(what, _VALUE_BYTES), said]
+    row += [_bounded(one, _VALUE_BYTES) if isinstance(one, str) else int(one) for one in values]
+    text = json.dumps(row).encode()
+    assert len(text) <= _MESSAGE_BYTES, f"{what}: too many facts for one message"
+    return torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+
+
+def _bounded(text: str, num_bytes: int) -> str:
+    """Text that takes no more bytes as JSON; a long one is cut, with a checksum of all of it."""
+    if len(json.dumps(text)) <= num_bytes:
+        return text
+    end = f"... (CRC-32 {zlib.crc32(text.encode(errors='replace')):08x})"
+    length = num_bytes
+    while len(json.dumps(text[:length] + end)) > num_bytes:
+        length -= 1 + length // 8
+    return text[:length] + end
 
 
 def check_agreement(
-    what: str, told: Sequence[str | None], names: Sequence[str], values_G: Sequence[Sequence[int]]
+    what: str,
+    told: Sequence[str | None],
+    names: Sequence[str],
+    values_G: Sequence[Sequence[int | str]],
 ) -> None:
     """Raise unless all ranks are well and hold the same facts.
 
@@ -311,11 +334,24 @@ rank 0: 2, rank 1: 3
         text = told[refused[0]] or ""
         kind = ReplicaSyncError if text.startswith(ReplicaSyncError.__name__) else PlanError
         raise kind(f"{what}: refused by rank(s) {refused}; rank {refused[0]}: {text}")
-    for place, name in enumerate(names):
-        values = [row[place] for row in values_G]
+    for name, *values in zip(names, *values_G, strict=False):  # other operations have other facts
         if len(set(values)) > 1:
-            shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:16]))
+            shown = _by_rank(values)
             raise PlanError(f"{what}: need the same {name} on all ranks, got {shown}")
+
+
+def _by_rank(values: Sequence[int | str]) -> str:
+    """Who has which value; of many ranks each different value once, the rarest first."""
+    if len(values) <= _LISTED_RANKS:
+        return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+    ranks_of: dict[int | str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    shown = []
+    for value, ranks in sorted(ranks_of.items(), key=lambda item: len(item[1]))[:_LISTED_RANKS]:
+        rest = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        shown.append(f"rank(s) {', '.join(map(str, ranks[:8]))}{rest}: {value}")
+    return ", ".join(shown)
 
 
 def sync_error(what: str, group: dist.ProcessGroup, error: Exception) -> ReplicaSyncError:

@@ -21,6 +21,7 @@ from relibra.module import BalancedMoE
 from relibra.movers import GroupMovers
 from relibra.output_marker import OutputMarker, tensors_in
 from relibra.plan import StepPlan
+from relibra.rank_settings import model_facts
 from relibra.static_slots import StaticSlots
 from relibra_kernels.errors import PlanError
 from relibra_kernels.thread_state import graph_task_id
@@ -48,6 +49,7 @@ class Attachment:
         self.runtime, self.model, self.optimizer, self.name = runtime, model, optimizer, name
         self.layers = find_layers(model, runtime)
         self.moe_layers = tuple(sorted(self.layers))
+        self._places = {layer: place for place, layer in enumerate(self.moe_layers)}
         if optimizer is not None:
             check_holds(optimizer, self.layers)
         first = self.layers[self.moe_layers[0]]
@@ -108,8 +110,11 @@ class Attachment:
 
     def layer_index(self, layer: int) -> int:
         """Place of a decoder layer among the MoE layers."""
-        self.layer_of(layer)
-        return self.moe_layers.index(layer)
+        index = self._places.get(layer)
+        if index is None:
+            self.layer_of(layer)  # raises
+            raise AssertionError(layer)
+        return index
 
     def pushed_weights(self, index: int, num_static: int) -> dict[str, Any]:
         """Field name -> ``[H + X, ...]``, what the replicas of a layer are copies of.
@@ -195,21 +200,10 @@ class Attachment:
         self._task_uses.clear()
         self._recomputed.clear()
 
-    def options(self) -> dict[str, int]:
-        """What all ranks must have set alike, as facts to agree on."""
-        runtime = self.runtime
-        shapes = {
-            layer: (moe.options, [(n, p.shape[1:], p.dtype) for n, p in moe.named_parameters()])
-            for layer, moe in self.layers.items()
-        }
-        modes = f"{runtime.combine} {runtime.grad_mode} {runtime.dispatch}"
-        return {
-            "rows of a GEMM tile (block_rows)": runtime.block_rows,
-            "replica slots": runtime.replica_slots,
-            "combine, grad_mode and dispatch (CRC-32)": zlib.crc32(modes.encode()),
-            "topology (CRC-32)": zlib.crc32(repr(runtime.topology).encode()),
-            "sizes and dtypes of the expert weights (CRC-32)": zlib.crc32(repr(shapes).encode()),
-        }
+    def facts(self) -> dict[str, int | str]:
+        """What all ranks must attach alike, as facts to agree on."""
+        kind = "None" if self.optimizer is None else type(self.optimizer).__name__
+        return {"name": repr(self.name), "optimizer": kind, **model_facts(self.layers)}
 
     def mark_outputs(self, output: Any) -> None:
         """Gradients that arrive at the model's outputs tell which use their backward is of."""
@@ -234,7 +228,7 @@ class Attachment:
         layout = self.layouts_by_layer()[moe.layer]
         what = f"live use of layer {moe.layer}"
         if not self._options_agreed:
-            self.runtime.agree(self.options(), what=what)
+            self.runtime.agree(model_facts(self.layers), what=what)
             self._options_agreed = True
         ids = narrow_ids(expert_ids)
         tables = live_tables(runtime, movers, "home", ids, layout, expert_ids, what)

@@ -101,10 +101,11 @@ class LocalRank(Runtime):
         """After `_disconnect`, in a world that was renewed."""
         self._connect(None)
         for attachment in self.attachments.values():
-            for moe in attachment.layers.values():
-                self._prepare(moe.expert_weights.slots())
+            self._prepare_layers(attachment)
 
-    def agree(self, facts: Mapping[str, int], *, what: str, fault: Exception | None = None) -> None:
+    def agree(
+        self, facts: Mapping[str, int | str], *, what: str, fault: Exception | None = None
+    ) -> None:
         """As `relibra.agreement.agree`, between virtual ranks."""
         told = None if fault is None else f"{type(fault).__name__}: {fault}"
         mine = (told, tuple(facts), tuple(facts.values()))

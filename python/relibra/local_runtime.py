@@ -30,6 +30,7 @@ from relibra.local_attachment import LocalAttachment
 from relibra.local_rank import LocalRank, LocalWorld, RankPlace
 from relibra.local_step import LocalStep
 from relibra.planner.strategies import plan_step
+from relibra.rank_settings import refuse
 from relibra.runtime import Runtime
 from relibra.topology import Topology
 from relibra_kernels.errors import PlanError
@@ -84,6 +85,8 @@ class LocalRuntime(Runtime, transport="local"):
         dispatch: str = "flat",
         **options: Any,
     ) -> None:
+        if group is not None:
+            refuse(group, _unwanted(group))
         if not isinstance(topology, Topology):
             got = type(topology).__name__
             raise TypeError(f'topology: need a Topology with transport="local", got {got}')
@@ -91,7 +94,6 @@ class LocalRuntime(Runtime, transport="local"):
             raise ValueError(
                 f'dispatch: need "flat" or "peer" with transport="local", got {dispatch!r}'
             )
-        _refuse_group(group)
         self._world = LocalWorld(topology)
         self.ranks: tuple[LocalRank, ...] = ()
         self._block_rows_given = options.get("block_rows") is not None
@@ -150,7 +152,8 @@ class LocalRuntime(Runtime, transport="local"):
             rank.failure = rank.failure or self.failure
 
     def _place(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
-        _refuse_group(group)
+        if group is not None:
+            raise _unwanted(group)
         return self._world.lockstep.num_ranks, 0
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
@@ -316,7 +319,6 @@ class LocalRuntime(Runtime, transport="local"):
         return LocalStep(attachment, plan, routes, optimizer_step, unknown_rows, live_passes)
 
 
-def _refuse_group(group: object) -> None:
-    if group is not None:
-        got = type(group).__name__
-        raise ValueError(f'group: need None with transport="local", got a {got}')
+def _unwanted(group: object) -> ValueError:
+    got = type(group).__name__
+    return ValueError(f'group: need None with transport="local", got a {got}')

@@ -6,32 +6,27 @@ layout of its own), ``GroupMovers`` moves the data of one use of one layer.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from relibra.agreement import agree, gather_tensor, stack_loads, wire_device
+from relibra.agreement import agree, gather_tensor, stack_loads
 from relibra.attachment import Attachment
-from relibra.balanced_moe import COMBINE_MODES, GRAD_MODES
-from relibra.dispatcher import hop_ranks
 from relibra.movers import ReplicaBuffers
 from relibra.planner.problem import make_problem
+from relibra.rank_settings import Settings
 from relibra.replica_counts import ReplicaCounts
 from relibra.runtime_groups import RuntimeGroups
+from relibra.runtime_replicas import NotingFailure
 from relibra.runtime_state import RuntimeState
-from relibra.runtime_transport import TRANSPORTS, check_waits, end_transport
+from relibra.runtime_transport import end_transport
 from relibra.runtime_warmup import RuntimeWarmup
 from relibra.sharded_planning import plan_sharded
 from relibra.step import TrainingStep
 from relibra.table_ring import TableMemory
-from relibra.topology import Topology
-from relibra_kernels.checks import check_choice, check_int
 from relibra_kernels.errors import PlanError, ReplicaSyncError
-from relibra_kernels.ops.backend import BACKENDS
-from relibra_kernels.ops.gemm_launch import default_block_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Self
 
     import torch
@@ -46,11 +41,15 @@ if TYPE_CHECKING:
     from relibra.route_checks import Routes
     from relibra.shape import ModelShape
     from relibra.token_sample import TokenSample
+    from relibra.topology import Topology
     from relibra_kernels.transport.provider_choice import ProviderOptions
 
 
 class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
-    """Balanced training on one EP group.
+    """Balanced training on one EP group; made by all its ranks, with the same arguments.
+
+    The ranks compare their arguments first: one collective. ``kernels`` and how a GPU copies and
+    waits (``transport_options.cuda``) are each rank's own.
 
     Close it, or use it in a ``with`` block: one that is only dropped keeps its threads and its
     shared memory until the process ends.
@@ -88,8 +87,10 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
     Raises:
         TypeError, ValueError: an unknown mode, a number out of range, or a topology of another
             size than the group, or (PlanError) with nodes of different sizes for ``"two_hop"``.
-        ReplicaSyncError: with ``timeout_s``: a rank did not take part in time; or the named
-            transport does not work on some rank, on every rank, with the reason.
+        PlanError: arguments differ between the ranks, or those of another rank are wrong; on
+            every rank, with the argument, the ranks and their values.
+        ReplicaSyncError: a rank did not take part in time; or the named transport does not work
+            on some rank, on every rank, with the reason.
 
     Example:
         >>> runtime = Runtime()
@@ -107,7 +108,7 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
 
     def __new__(cls, *args: Any, transport: str = "auto", **options: Any) -> Self:
         """A runtime of the class that has the transport."""
-        kind = cls._kinds.get(transport, cls) if cls is Runtime else cls
+        kind = cls._kinds.get(str(transport), cls) if cls is Runtime else cls
         made: Any = super().__new__(kind)
         return cast("Self", made)
 
@@ -126,26 +127,25 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         timeout_s: float | None = None,
         transport_options: ProviderOptions | None = None,
     ) -> None:
-        check_choice("transport", transport, TRANSPORTS)
-        self.combine = check_choice("combine", combine, COMBINE_MODES)
-        self.grad_mode = check_choice("grad_mode", grad_mode, GRAD_MODES)
-        self.replica_slots = check_int("replica_slots", replica_slots, minimum=0)
-        self.kernels = check_choice("kernels", kernels, BACKENDS)
-        if block_rows is None:
-            block_rows = default_block_rows(wire_device(group), kernels)
-        self.block_rows = check_int("block_rows", block_rows, minimum=1, maximum=1 << 16)
-        check_waits(timeout_s, transport_options)
-        if topology is not None and not isinstance(topology, Topology):
-            raise TypeError(f"topology: need a Topology, got {type(topology).__name__}")
         self.num_ranks, self.rank = self._place(group)
-        self.topology = topology or Topology(1, self.num_ranks)
-        if self.topology.num_ranks != self.num_ranks:
-            raise ValueError(
-                f"topology: need {self.num_ranks} ranks as in the group, got {self.topology}"
-            )
-        hop_ranks(dispatch, self.topology, self.rank)  # refuses what cannot be
-        self.transport, self.dispatch, self.timeout_s = transport, dispatch, timeout_s
-        self.transport_options = transport_options
+        given = Settings(
+            topology=topology,
+            replica_slots=replica_slots,
+            transport=transport,
+            combine=combine,
+            grad_mode=grad_mode,
+            block_rows=block_rows,
+            kernels=kernels,
+            dispatch=dispatch,
+            timeout_s=timeout_s,
+            transport_options=transport_options,
+        )
+        made = given.agreed(group, self.num_ranks, self.rank)
+        self.topology = cast("Topology", made.topology)
+        self.block_rows = cast("int", made.block_rows)
+        self.replica_slots, self.kernels, self.dispatch = made.replica_slots, kernels, dispatch
+        self.combine, self.grad_mode, self.timeout_s = combine, grad_mode, made.timeout_s
+        self.transport, self.transport_options = transport, transport_options
         self.attachments: dict[str, Attachment] = {}
         self.buffers, self.table_memory = ReplicaBuffers(self.replica_slots), TableMemory()
         self.replica_counts = ReplicaCounts()
@@ -159,7 +159,7 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         optimizer: torch.optim.Optimizer | None = None,
         name: str = "actor",
     ) -> None:
-        """Take charge of the MoE layers of a model, found by their layer numbers.
+        """Take charge of the MoE layers of a model, found by their layer numbers; collective.
 
         Args:
             model: holds :class:`relibra.BalancedMoE` layers with experts in identity layout.
@@ -169,19 +169,12 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         Raises:
             ValueError: no MoE layer, two with one number, a name in use, or a layer that is
                 attached already, sharded for another group or not in identity layout.
+            PlanError: another rank attaches something else, or cannot; says what, on every rank.
+            ReplicaSyncError: a rank did not take part in time.
         """
         self.require_open()
         importlib.import_module("torch._dynamo")  # the first op would, while peers wait in a step
-        if name in self.attachments:
-            raise ValueError(f"name: {name!r} is attached already; need a new name")
-        attachment = self._new_attachment(model, optimizer, name)
-        try:
-            for moe in attachment.layers.values():
-                self._prepare(moe.expert_weights.slots())
-        except BaseException:
-            attachment.release()
-            raise
-        self.attachments[name] = attachment
+        self.attachments[name] = self._attached(model, optimizer, name)
 
     def _new_attachment(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str
@@ -346,7 +339,9 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
 
     # -- collectives -------------------------------------------------------------------------
 
-    def agree(self, facts: Mapping[str, int], *, what: str, fault: Exception | None = None) -> None:
+    def agree(
+        self, facts: Mapping[str, int | str], *, what: str, fault: Exception | None = None
+    ) -> None:
         """`relibra.agreement.agree` on this runtime's group."""
         with self.noting_failure():
             agree(self.group, facts, what=what, fault=fault, timeout_s=self.timeout_s)
@@ -356,21 +351,19 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
         with self.noting_failure():
             return gather_tensor(x, self.group, what)
 
-    @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
+    def noting_failure(self) -> NotingFailure:
         """After a failed collective the ranks may stand anywhere: nothing here can be trusted."""
-        self.require_process()
-        try:
-            yield
-        except ReplicaSyncError as error:
-            self.dispatcher.abort()
-            if self.domain_sync is not None:
-                self.domain_sync.abort()
-            is_first = self.failure is None
-            self.failure = error  # before peers are asked, which an interrupt may end
-            if is_first:
-                self.explained(error)
-            raise
+        return NotingFailure(self)
+
+    def note_failure(self, error: ReplicaSyncError) -> None:
+        """What `noting_failure` does with an error."""
+        self.dispatcher.abort()
+        if self.domain_sync is not None:
+            self.domain_sync.abort()
+        is_first = self.failure is None
+        self.failure = error  # before peers are asked, which an interrupt may end
+        if is_first:
+            self.explained(error)
 
     def close(self) -> None:
         """Forget models and buffers; a second call does nothing."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from relibra.agreement import group_timeout, own_group
+from relibra.agreement import agree, group_timeout, own_group
 from relibra.departures import Departures
 from relibra.dispatcher import Dispatcher, hop_ranks, make_peer
 from relibra.runtime_replicas import RuntimeReplicas
@@ -21,6 +21,9 @@ from relibra_kernels.transport.row_arena import CHANNELS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
+    from torch import nn
 
     from relibra.attachment import Attachment
     from relibra.table_ring import TableMemory
@@ -55,7 +58,9 @@ class RuntimeGroups(RuntimeReplicas):
     _process = 0
 
     @abc.abstractmethod
-    def agree(self, facts: Mapping[str, int], *, what: str, fault: Exception | None = None) -> None:
+    def agree(
+        self, facts: Mapping[str, int | str], *, what: str, fault: Exception | None = None
+    ) -> None:
         """Agrees with all ranks; see `relibra.Runtime`."""
 
     def suspend(self) -> None:
@@ -106,8 +111,7 @@ class RuntimeGroups(RuntimeReplicas):
         with self.noting_failure():
             self._connect(group)
         for attachment in self.attachments.values():
-            for moe in attachment.layers.values():
-                self._prepare(moe.expert_weights.slots())
+            self._prepare_layers(attachment)
         self._is_suspended = False  # not before: half a connection moves nothing
 
     def require_open(self) -> None:
@@ -135,6 +139,39 @@ class RuntimeGroups(RuntimeReplicas):
         """
         if self.num_ranks > 1:
             check_process("the runtime", self._process)
+
+    @abc.abstractmethod
+    def _new_attachment(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str
+    ) -> Attachment:
+        """The model under this kind of runtime."""
+
+    def _attached(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str
+    ) -> Attachment:
+        """A model with its buffers, on all ranks or on none; collective between processes."""
+        attachment: Attachment | None = None
+        fault: Exception | None = None
+        try:
+            if name in self.attachments:
+                raise ValueError(f"name: {name!r} is attached already; need a new name")
+            attachment = self._new_attachment(model, optimizer, name)
+            if self.domain_sync is None:  # memory of this rank alone
+                self._prepare_layers(attachment)
+        except Exception as error:  # whatever it is, the peers must hear of it
+            fault = error
+        facts = {} if attachment is None else attachment.facts()
+        try:
+            with self.noting_failure():
+                agree(self.group, facts, what="attach", fault=fault, timeout_s=self.timeout_s)
+            assert attachment is not None
+            if self.domain_sync is not None:
+                self._prepare_layers(attachment)
+        except BaseException:
+            if attachment is not None:
+                attachment.release()
+            raise
+        return attachment
 
     def _place(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
         """Number of EP ranks, and this one."""

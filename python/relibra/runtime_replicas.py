@@ -11,6 +11,7 @@ from relibra_kernels.errors import ReplicaSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
     from typing import Any
 
     import torch
@@ -21,6 +22,29 @@ if TYPE_CHECKING:
     from relibra.domain_sync import DomainSync
     from relibra.movers import ReplicaBuffers
     from relibra.replica_counts import ReplicaCounts
+
+
+class NotingFailure:
+    """Context in which an error of a collective is noted in its runtime; entered at every one."""
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, runtime: RuntimeReplicas) -> None:
+        self._runtime = runtime
+
+    def __enter__(self) -> None:
+        """Refuse a fork of the process that connected the runtime."""
+        self._runtime.require_process()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Note an error, which goes on."""
+        if isinstance(error, ReplicaSyncError):
+            self._runtime.note_failure(error)
 
 
 class RuntimeReplicas(abc.ABC):
@@ -43,8 +67,16 @@ class RuntimeReplicas(abc.ABC):
         """The attached model of that name; see `relibra.Runtime`."""
 
     @abc.abstractmethod
-    def noting_failure(self) -> contextlib.AbstractContextManager[None]:
+    def noting_failure(self) -> NotingFailure:
         """Notes a failed collective; see `relibra.Runtime`."""
+
+    @abc.abstractmethod
+    def note_failure(self, error: ReplicaSyncError) -> None:
+        """Notes this one."""
+
+    @abc.abstractmethod
+    def require_process(self) -> None:
+        """Raise in a fork of the process that connected the runtime; see `relibra.Runtime`."""
 
     def set_layer_hooks(
         self,
@@ -93,6 +125,11 @@ class RuntimeReplicas(abc.ABC):
             return
         with self.noting_failure():
             self.domain_sync.prepare(slots)
+
+    def _prepare_layers(self, attachment: Attachment) -> None:
+        """Replica buffers for all layers of a model."""
+        for moe in attachment.layers.values():
+            self._prepare(moe.expert_weights.slots())
 
     def replica_fault(self, model: str) -> Exception | None:
         """Ends the replicas' part of a step: what went wrong, None where gradients are home.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING
 
+from relibra.rank_settings import model_facts
 from relibra.route_checks import check_against_plan, check_modes
 from relibra.static_slots import num_static
 from relibra_kernels.errors import PlanError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from relibra.step import TrainingStep
 
 
-def step_facts(step: TrainingStep) -> dict[str, int]:
+def step_facts(step: TrainingStep) -> dict[str, int | str]:
     """Facts to agree on with all ranks when a step is entered.
 
     Args:
@@ -23,7 +24,7 @@ def step_facts(step: TrainingStep) -> dict[str, int]:
     modes = (step.unknown_rows, sorted(step.live_passes.items()))
     return {
         "optimizer_step": step.optimizer_step,
-        **step.attachment.options(),
+        **model_facts(step.attachment.layers),
         "passes (CRC-32 of their names)": zlib.crc32("|".join(sorted(routes)).encode()),
         "choices a token": max((r.top_k for rows in routes.values() for r in rows), default=0),
         "number of micro-batches": sum(len(rows) for rows in routes.values()),

@@ -22,7 +22,7 @@ def outcome(rank, fn):
 
 
 def set_up(rank, world=WORLD, **options):
-    options.setdefault("timeout_s", 4.0)
+    options.setdefault("timeout_s", 60.0)
     runtime = relibra.Runtime(dist.group.WORLD, world.topology, **options)
     model = Model(world, rank, world.num_ranks)
     runtime.attach(model)
@@ -51,50 +51,6 @@ def test_ranks_that_run_micro_batches_in_another_order(orders):
         assert "same order of passes, micro-batches and layers" in message
 
 
-def run_options(rank, num_ranks, options, live):
-    runtime, model = set_up(rank, **{name: values[rank] for name, values in options.items()})
-
-    def train(rank):
-        x, scores, _ = WORLD.batch(rank, 0)
-        if live:
-            model(x, scores, torch.from_numpy(WORLD.ids(rank, 0)).long())
-            return
-        step = runtime.step(WORLD.random_plan(), {"train": WORLD.routes(rank)})
-        with step, step.forward(micro_batch=0):
-            model(x, scores)
-
-    return outcome(rank, train)
-
-
-@pytest.mark.parametrize("live", [False, True], ids=["step", "live"])
-@pytest.mark.parametrize(
-    ("options", "fact"),
-    [
-        ({"block_rows": (16, 32)}, "block_rows"),
-        ({"combine": ("reduced", "exact")}, "combine, grad_mode and dispatch"),
-        ({"grad_mode": ("returned", "main_grad")}, "combine, grad_mode and dispatch"),
-        ({"replica_slots": (1, 2)}, "replica slots"),
-    ],
-    ids=["block-rows", "combine", "grad-mode", "replica-slots"],
-)
-def test_ranks_with_other_options(options, fact, live):
-    for message in run_ranks(2, run_options, options, live):
-        assert message.startswith("PlanError"), message
-        assert fact in message
-
-
-def run_sizes(rank, num_ranks):
-    world = World(1, 2, num_experts=8, top_k=2, hidden=16, expert=16 if rank else 32)
-    runtime, _ = set_up(rank, world)
-    step = runtime.step(WORLD.random_plan(), {"train": WORLD.routes(rank)})
-    return outcome(rank, lambda rank: step.__enter__())
-
-
-def test_ranks_with_other_sizes_of_experts():
-    for message in run_ranks(2, run_sizes):
-        assert "sizes and dtypes of the expert weights" in message
-
-
 def run_interrupt(rank, num_ranks):
     """An interrupt in the middle of a migration: the runtime cannot be used any more."""
     runtime, _ = set_up(rank)
@@ -119,20 +75,19 @@ def test_an_interrupted_migration_ends_the_runtime():
 
 
 def run_default_timeout(rank, num_ranks):
-    import time
-
     runtime, _ = set_up(rank, timeout_s=None)
+    KEPT.append(runtime)  # a rank stays until all have answered
     if rank == 1:
-        time.sleep(5.0)
         return "late"
     return outcome(rank, lambda rank: runtime.gather_loads(WORLD_LOADS))
 
 
+KEPT = []
 WORLD_LOADS = relibra.LoadMatrix.from_rows(WORLD.routes(0))
 
 
 def test_without_a_number_the_time_out_of_the_group_holds():
-    waiting, late = run_ranks(2, run_default_timeout, group_timeout=2.0)
+    waiting, late = run_ranks(2, run_default_timeout, group_timeout=4.0)
     assert waiting.startswith("ReplicaSyncError"), waiting
     assert late == "late"
 

@@ -197,38 +197,9 @@ def test_fewer_rows_cross_between_nodes():
     assert told == ((flat, over_rail),) * 6
 
 
-def run_diverged(rank, num_ranks, options, live):
-    world = WORLDS["2x2"]
-    mine = {"dispatch": "two_hop", "topology": world.topology, **(options if rank == 3 else {})}
-    runtime = relibra.Runtime(dist.group.WORLD, replica_slots=2, timeout_s=4.0, **mine)
-    model = Model(world, rank, num_ranks)
-    runtime.attach(model)
-    x, scores, _ = world.batch(rank, 0)
-    try:
-        if live:
-            model(x, scores, torch.from_numpy(world.ids(rank, 0)).long())
-        else:
-            runtime.step(world.random_plan(), {"train": world.routes(rank)}).__enter__()
-    except relibra.PlanError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("live", [False, True], ids=["step", "live"])
-def test_ranks_with_another_dispatch(live):
-    for message in run_ranks(4, run_diverged, {"dispatch": "flat"}, live):
-        assert "need the same combine, grad_mode and dispatch" in message
-
-
-def test_ranks_with_another_topology():
-    other = {"topology": relibra.Topology(rank_to_node=[0, 1, 0, 1])}
-    for message in run_ranks(4, run_diverged, other, True):
-        assert "need the same topology" in message
-
-
 def run_lost_peer(rank, num_ranks, world):
     """Only rank 0 waits for rows, flat and over two hops: the runtime notes the failure."""
-    runtime = relibra.Runtime(dist.group.WORLD, world.topology, dispatch="two_hop", timeout_s=1.0)
+    runtime = relibra.Runtime(dist.group.WORLD, world.topology, dispatch="two_hop", timeout_s=3.0)
     movers = GroupMovers(runtime, None, None)
     _, node = movers.hop_exchanges("rows")
     index = torch.zeros(1, dtype=torch.int32)
