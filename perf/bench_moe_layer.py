@@ -2,6 +2,10 @@
 
     python perf/bench_moe_layer.py [--smoke] [--full] [--json FILE] [--plot FILE]
     TRITON_INTERPRET=1 python perf/bench_moe_layer.py --backend triton     (gate only)
+    python perf/bench_moe_layer.py --host [--ranks 1 2] [--rounds N] [--json FILE]
+
+With --host nothing of this: the time that Python takes for a planned layer of `relibra.BalancedMoE`
+and its backward, by part, with no device behind it; see `layer_host`.
 
 Forward: F1 gather + GEMM + SwiGLU, F2 GEMM, F3 weighted sum, F4 sum at the source. Backward: B1,
 B3, B4, B5, B2 into fp32 main_grad. One stream, launched by the host; transfers between ranks are
@@ -13,8 +17,10 @@ same run. Everything must agree with an fp32 reference before a time is printed.
 Without a GPU: small sizes and CPU bodies; those times say nothing about a GPU.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 
+import layer_host
 import torch
 from kernel_baselines import Pipeline, installed
 from kernel_layer import backward, build_tables, forward
@@ -121,6 +127,10 @@ def layer_groups(bench: Bench, problems: list[LayerProblem], others: Sequence[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--host" in given:
+        layer_host.main(given)
+        return
     bench = Bench("moe_layer", __doc__, arguments)
     others = [] if bench.gate_only else installed()
     bench.run(lambda problems: layer_groups(bench, problems, others))

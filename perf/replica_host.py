@@ -35,8 +35,14 @@ class _Event:
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None:
+        pass
 
-class _Streams:
+    def elapsed_time(self, until: "_Event") -> float:
+        return 0.0
+
+
+class QuietStreams:
     """`DeviceStreams` that run nothing; a copy is made at once."""
 
     def __init__(self) -> None:
@@ -66,7 +72,7 @@ class _Streams:
         target.copy_(source)
 
 
-class _Library:
+class QuietLibrary:
     """The host build for the engine's self-test; nothing once it is quiet."""
 
     name = "nothing"
@@ -110,9 +116,9 @@ def _one_rank(num_ranks: int, num_slots: int) -> Iterator[ReplicaSync]:
     weights = SlotLayout.of({name: (torch.bfloat16, shape) for name, shape in FIELDS.items()})
     grads = weights.as_dtype(dict.fromkeys(FIELDS, torch.float32))
     layout = ArenaLayout(weights, grads, num_ranks, num_slots)
-    heaps, library = LocalHeap.ranks(num_ranks), _Library()
+    heaps, library = LocalHeap.ranks(num_ranks), QuietLibrary()
     arenas = [heap.alloc(layout.nbytes, 1) for heap in heaps]
-    engine = CudaEngine(arenas[0], layout, timeout_s=60.0, library=library, streams=_Streams())
+    engine = CudaEngine(arenas[0], layout, timeout_s=60.0, library=library, streams=QuietStreams())
     library.is_quiet = True
     sync = ReplicaSync(arenas[0], layout, range(num_ranks), 0, engine, timeout_s=60.0)
     try:

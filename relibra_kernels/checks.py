@@ -7,9 +7,10 @@ it looks at every number once and so is meant for host data.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -85,16 +86,18 @@ def check_tensor(
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: need a torch.Tensor, got {describe(value)}")
     if dtype is not None:
-        accepted = dtype if isinstance(dtype, tuple) else (dtype,)
-        if value.dtype not in accepted:
+        found = value.dtype
+        if found not in dtype if isinstance(dtype, tuple) else found != dtype:
+            accepted = dtype if isinstance(dtype, tuple) else (dtype,)
             need = " or ".join(str(one) for one in accepted)
             raise TypeError(f"{name}: need dtype {need}, got {describe(value)}")
-    _check_sizes(name, value, tuple(value.shape), ndim, shape)
-    if device is not None:
+    if shape is not None or ndim is not None:
+        _check_sizes(name, value, value.shape, ndim, shape)
+    if device is not None and value.device != device:  # seldom, or a device without an index
         need_device = torch.device(device)
         # str() of a device without an index has no colon; then every index is right.
-        found = str(value.device) if ":" in str(need_device) else value.device.type
-        if found != str(need_device):
+        where = str(value.device) if ":" in str(need_device) else value.device.type
+        if where != str(need_device):
             raise ValueError(f"{name}: need device {need_device}, got {describe(value)}")
     if contiguous and not value.is_contiguous():
         raise ValueError(
@@ -154,12 +157,12 @@ def check_int_array(
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name}: need integers, got {_non_integer(array)}")
     _check_sizes(name, array, array.shape, ndim, shape)
-    limits = np.iinfo(np.dtype(dtype).name)
-    low = int(limits.min) if minimum is None else minimum
-    high = int(limits.max) if maximum is None else maximum
-    own = np.iinfo(array.dtype.name)  # no pass over what the dtype itself rules out
-    too_low = low > own.min and array.size and int(array.min()) < low
-    if too_low or (high < own.max and array.size and int(array.max()) > high):
+    least, most = _limits(np.dtype(dtype))
+    low = least if minimum is None else minimum
+    high = most if maximum is None else maximum
+    own_least, own_most = _limits(array.dtype)  # no pass over what the dtype itself rules out
+    too_low = low > own_least and array.size and int(array.min()) < low
+    if too_low or (high < own_most and array.size and int(array.max()) > high):
         place = np.argwhere((array < low) | (array > high))[0]
         found = int(array[tuple(place)])
         where = f" at [{', '.join(str(i) for i in place)}]" if len(place) else ""
@@ -259,20 +262,32 @@ def check_process(what: str, process: int) -> None:
 def _check_sizes(
     name: str,
     value: object,
-    got: tuple[int, ...],
+    got: Sequence[int],
     ndim: int | None,
     shape: Sequence[int | None] | None,
 ) -> None:
     """Compares the sizes of a tensor or array with what is needed."""
-    if shape is not None:
-        fits = len(got) == len(shape) and all(
-            need is None or need == size for need, size in zip(shape, got, strict=True)
-        )
-        if not fits:
-            need = ", ".join("any" if size is None else str(size) for size in shape)
-            raise ValueError(f"{name}: need shape [{need}], got {describe(value)}")
+    if shape is not None and got != shape and not _fits(got, shape):
+        need = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: need shape [{need}], got {describe(value)}")
     if ndim is not None and len(got) != ndim:
         raise ValueError(f"{name}: need {ndim} dimensions, got {describe(value)}")
+
+
+def _fits(got: Sequence[int], shape: Sequence[int | None]) -> bool:
+    if len(got) != len(shape):
+        return False
+    for need, size in zip(shape, got, strict=True):  # noqa: SIM110  called dozens of times a layer
+        if need is not None and need != size:
+            return False
+    return True
+
+
+@functools.cache
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Smallest and largest integer of a dtype."""
+    found = np.iinfo(dtype.name)
+    return int(found.min), int(found.max)
 
 
 def _non_integer(array: npt.NDArray[np.generic]) -> str:

@@ -11,6 +11,7 @@ rank. Slot id = ``rank * n + j``; j runs over home, static, then replica slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -173,10 +174,40 @@ def _bases(slot_rows_n: Ints, block_rows: int) -> npt.NDArray[np.int32]:
         "slot_rows_n", slot_rows_n, ndim=1, minimum=0, maximum=INT32_MAX, dtype=np.int64
     )
     check_int("block_rows", block_rows, minimum=1, maximum=INT32_MAX)
-    base = np.concatenate([[0], np.cumsum(-(-rows // block_rows) * block_rows)])
+    return _bases_of(-(-rows // block_rows), block_rows)
+
+
+def _bases_of(tiles_n: npt.NDArray[np.int64], block_rows: int) -> npt.NDArray[np.int32]:
+    """First row of each slot, and R, from the tiles of each slot."""
+    base = np.zeros(tiles_n.size + 1, np.int64)
+    np.cumsum(tiles_n * block_rows, out=base[1:])
     if base[-1] > INT32_MAX:
         raise ValueError(f"slot_rows_n: need at most {INT32_MAX} padded rows, got {base[-1]}")
     return base.astype(np.int32)
+
+
+def _checked_slots(
+    slot_rows_n: Ints, num_home: int, num_static: int, block_rows: int
+) -> npt.NDArray[np.int64]:
+    """The rows of each slot as int64, when all numbers are in range."""
+    rows = check_int_array(
+        "slot_rows_n", slot_rows_n, ndim=1, minimum=0, maximum=INT32_MAX, dtype=np.int64
+    )
+    check_int("num_home", num_home, minimum=0, maximum=rows.size)
+    check_int("num_static", num_static, minimum=0, maximum=rows.size - num_home)
+    check_int("block_rows", block_rows, minimum=1, maximum=INT32_MAX)
+    return rows
+
+
+@functools.cache
+def _slot_words(num_slots: int, num_home: int, num_static: int) -> npt.NDArray[np.int64]:
+    """First word of the tiles of every slot: weight index inside the family | family << 24."""
+    slot, num_own = np.arange(num_slots), num_home + num_static
+    family = np.where(slot < num_home, HOME, np.where(slot < num_own, STATIC, REPLICA))
+    words: npt.NDArray[np.int64]
+    words = slot - np.array([0, num_home, num_own])[family] | family << FAMILY_SHIFT
+    words.setflags(write=False)
+    return words
 
 
 def m_tiles(slot_rows_n: Ints, num_home: int, block_rows: int, num_static: int = 0) -> torch.Tensor:
@@ -201,23 +232,15 @@ def m_tiles(slot_rows_n: Ints, num_home: int, block_rows: int, num_static: int =
         >>> m_tiles([5, 0, 3], num_home=2, block_rows=4).tolist()
         [[0, 0, 4, 0], [0, 4, 1, 0], [33554432, 8, 3, 0]]
     """
-    rows = check_int_array("slot_rows_n", slot_rows_n, ndim=1, minimum=0, dtype=np.int64)
-    check_int("num_home", num_home, minimum=0, maximum=rows.size)
-    check_int("num_static", num_static, minimum=0, maximum=rows.size - num_home)
-    base = _bases(rows, block_rows)
-    slot = np.arange(rows.size)
-    family = np.where(
-        slot < num_home, HOME, np.where(slot < num_home + num_static, STATIC, REPLICA)
-    )
-    family_first = np.array([0, num_home, num_home + num_static])[family]
-    weight = (slot - family_first) | family << FAMILY_SHIFT
+    rows = _checked_slots(slot_rows_n, num_home, num_static, block_rows)
     tiles_n = -(-rows // block_rows)
-    owner = np.repeat(slot, tiles_n)
-    done = (np.arange(owner.size) - (np.cumsum(tiles_n) - tiles_n)[owner]) * block_rows
+    base = _bases_of(tiles_n, block_rows)
+    owner = np.arange(rows.size).repeat(tiles_n)
+    first = np.arange(owner.size) * block_rows  # slots lie one after the other in whole tiles
     tiles = np.zeros((owner.size, 4), np.int32)
-    tiles[:, 0] = weight[owner]
-    tiles[:, 1] = base[owner] + done
-    tiles[:, 2] = np.minimum(rows[owner] - done, block_rows)
+    tiles[:, 0] = _slot_words(rows.size, num_home, num_static)[owner]
+    tiles[:, 1] = first
+    tiles[:, 2] = np.minimum((base[:-1] + rows)[owner] - first, block_rows)
     return torch.from_numpy(tiles)
 
 
@@ -285,27 +308,33 @@ def w_tiles(
         [['0x2000000', '0x4', '0x4', '0x1000000'], ['0x2000000', '0x4', '0x4', '0x3400000'],
          ['0x1', '0x0', '0x3', '0x0'], ['0x1', '0x0', '0x3', '0x400000']]
     """
-    rows = check_int_array("slot_rows_n", slot_rows_n, ndim=1, minimum=0, dtype=np.int64)
-    check_int("num_home", num_home, minimum=0, maximum=rows.size)
-    check_int("num_static", num_static, minimum=0, maximum=rows.size - num_home)
+    rows = _checked_slots(slot_rows_n, num_home, num_static, block_rows)
     for name, count in (("tiles13", tiles13), ("tiles2", tiles2)):
         check_int(name, count, minimum=0, maximum=(1 << MATRIX_SHIFT) - 1)
-    base = _bases(rows, block_rows)
+    base = _bases_of(-(-rows // block_rows), block_rows)
     num_own = num_home + num_static
-    own = np.arange(num_own)
+    own_rows = rows[:num_own]
+    own = np.argsort(-own_rows, kind="stable")
     if accumulate_home:
-        own = own[(own >= num_home) | (rows[:num_own] > 0)]
-    own = own[np.argsort(-rows[own], kind="stable")]
+        own = own[(own >= num_home) | (own_rows[own] > 0)]
+    num_replica = rows.size - num_own
     slot = np.concatenate([np.arange(num_own, rows.size), own])
-    family = np.where(slot >= num_own, REPLICA, np.where(slot >= num_home, STATIC, HOME))
-    weight = slot - np.array([0, num_home, num_own])[family]
-    outputs = np.concatenate([np.arange(tiles13), np.arange(tiles2) | 1 << MATRIX_SHIFT])
-    tiles = np.zeros((slot.size, outputs.size, 4), np.int32)
-    tiles[..., 0] = (weight | family << FAMILY_SHIFT)[:, None]
-    tiles[..., 1] = base[slot][:, None]
-    tiles[..., 2] = (base[slot] + rows[slot])[:, None]
-    stores = (family != HOME) | (not accumulate_home)
+    outputs = _output_words(tiles13, tiles2)
+    tiles = np.empty((slot.size, outputs.size, 4), np.int32)
+    first = base[:-1][slot]
+    tiles[..., 0] = _slot_words(rows.size, num_home, num_static)[slot, None]
+    tiles[..., 1] = first[:, None]
+    tiles[..., 2] = (first + rows[slot])[:, None]
+    stores = (slot >= num_home) | (not accumulate_home)
     tiles[..., 3] = outputs | np.where(stores, STORE, 0)[:, None]
     if outputs.size:
-        tiles[: rows.size - num_own, -1, 3] |= SIGNAL
+        tiles[:num_replica, -1, 3] |= SIGNAL
     return torch.from_numpy(tiles.reshape(-1, 4))
+
+
+@functools.cache
+def _output_words(tiles13: int, tiles2: int) -> npt.NDArray[np.int64]:
+    """Output tile | matrix << 22 of all output tiles of one slot."""
+    words = np.concatenate([np.arange(tiles13), np.arange(tiles2) | 1 << MATRIX_SHIFT])
+    words.setflags(write=False)
+    return words

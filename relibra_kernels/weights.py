@@ -9,6 +9,7 @@ Letters: D model dim, F expert dim, H home, X static and S replica slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -113,28 +114,30 @@ class WeightSet:
         rest = (("static", self.static), ("replica", self.replica))
         return [("home", home), *((name, x) for name, x in rest if x is not None)]
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Of every family."""
         return self.families()[0][1].dtype
 
-    @property
+    @functools.cached_property
     def num_home(self) -> int:
         """H."""
+        if isinstance(self.home, torch.Tensor):
+            return self.home.shape[0]
         return len(self.home[0] if self.halves_apart else self.home)
 
-    @property
+    @functools.cached_property
     def is_table(self) -> bool:
         """Whether home experts are separate tensors, found through a table of addresses."""
         return not (isinstance(self.home, torch.Tensor) or self.halves_apart)
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         """Logical rows of one half: F of w13, D of w2."""
         rows = self.families()[0][1].shape[-1 if self.transposed else -2]
         return rows if self.halves_apart else rows // self.halves
 
-    @property
+    @functools.cached_property
     def num_columns(self) -> int:
         """Logical columns, the length of the products' sum: D of w13, F of w2."""
         shape = self.families()[0][1].shape

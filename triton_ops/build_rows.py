@@ -54,7 +54,7 @@ def build_rows(
     row_to_token_R = table.new_empty(num_rows).fill_(-1)
     row_to_choice_R = table.new_empty(num_rows).fill_(-1)
     if table.numel():
-        grid = (triton.cdiv(table.numel(), BLOCK),)
+        grid = (-(-table.numel() // BLOCK),)
         sizes = table.numel(), num_rows, table.shape[1]
         _build_rows_kernel[grid](table, row_to_token_R, row_to_choice_R, error, *sizes, BLOCK=BLOCK)
     return row_to_token_R, row_to_choice_R

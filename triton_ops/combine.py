@@ -170,7 +170,7 @@ def combine(
     if out is None:
         out = rows.new_empty(index.shape[0], rows.shape[1])
     if out.numel():
-        grid = (out.shape[0], triton.cdiv(out.shape[1], block))
+        grid = (out.shape[0], -(-out.shape[1] // block))
         sizes = rows.shape[0], rows.shape[1], rows.stride(0), out.stride(0)
         options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
         _combine_kernel[grid](
@@ -225,10 +225,10 @@ def _rows_grad(
         return d_rows.zero_()
     first = index.new_empty(num_rows).fill_(NO_CLAIM)
     last = index.new_empty(num_rows).fill_(-1)
-    _claims_kernel[(triton.cdiv(index.numel(), SCAN),)](
+    _claims_kernel[(-(-index.numel() // SCAN),)](
         index, first, last, num_tokens, num_rows, num_terms, BLOCK=SCAN
     )
-    grid = (num_rows, triton.cdiv(num_columns, block))
+    grid = (num_rows, -(-num_columns // block))
     sizes = num_tokens, num_columns, grad.stride(0), num_terms, _wide(rows_ND), block, SCAN
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     _combine_rows_grad_kernel[grid](grad, index, scores, first, last, d_rows, *sizes, **options)

@@ -252,9 +252,9 @@ class _Blocks(NamedTuple):
 
 
 def _token_blocks(num_tokens: int, num_choices: int, block: int) -> _Blocks:
-    padded = triton.next_power_of_2(max(num_choices, 1))
+    padded = 1 << (max(num_choices, 1) - 1).bit_length()
     tokens = max(1, block // padded)
-    return _Blocks(triton.cdiv(num_tokens, tokens), num_choices, padded, tokens)
+    return _Blocks(-(-num_tokens // tokens), num_choices, padded, tokens)
 
 
 def _ordinals(
@@ -262,15 +262,16 @@ def _ordinals(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rank of every id inside its block, ids of each kind before each block, and in all."""
     num_entries = ids.numel()
-    num_blocks = triton.cdiv(num_entries, block)
-    rank = ids.new_empty(num_entries, dtype=torch.int32)
-    base = ids.new_empty(num_blocks, num_ids, dtype=torch.int32).zero_()
-    total = ids.new_empty(num_ids, dtype=torch.int64).zero_()
+    num_blocks = -(-num_entries // block)
+    rank = torch.empty(num_entries, dtype=torch.int32, device=ids.device)
+    base = torch.zeros((num_blocks, num_ids), dtype=torch.int32, device=ids.device)
+    make_total = torch.empty if num_blocks and num_ids else torch.zeros  # written by the scan
+    total = make_total(num_ids, dtype=torch.int64, device=ids.device)
     if num_blocks and num_ids:
         _rank_in_block_kernel[(num_blocks,)](
             ids, rank, base, error, num_entries, num_ids, block, min(STEP, block), num_warps=8
         )
-        _scan_blocks_kernel[(triton.cdiv(num_ids, SCAN_COLUMNS),)](
+        _scan_blocks_kernel[(-(-num_ids // SCAN_COLUMNS),)](
             base, total, num_blocks, num_ids, ROWS=SCAN_ROWS, COLUMNS=SCAN_COLUMNS
         )
     return rank, base, total
@@ -291,7 +292,7 @@ def _assign(
     ids = ids_TK.contiguous()
     expert_first, slot_id, slot_quota, slot_first_row = lists
     num_experts, num_entries = expert_first.numel() - 1, slot_id.numel()
-    outputs = [ids.new_empty(ids.shape, dtype=torch.int32) for _ in range(4)]
+    outputs = [torch.empty(ids.shape, dtype=torch.int32, device=ids.device) for _ in range(4)]
     if not ids.numel():
         return outputs
     rank, base, _ = _ordinals(ids, num_experts, error, block)

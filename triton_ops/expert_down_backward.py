@@ -288,7 +288,7 @@ def expert_down_backward(
     num_rows, dim = h_R2F.shape[0], dy.shape[1]
     width = h_R2F.shape[1] // (2 if activation <= 1 else 1)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    num_n = triton.cdiv(width, block_n)
+    num_n = -(-width // block_n)
     dh = torch.empty(h_R2F.shape, dtype=h_R2F.dtype, device=h_R2F.device)
     scored = torch.empty((num_rows, width), dtype=h_R2F.dtype, device=h_R2F.device)
     partial = torch.empty((num_n, num_rows), dtype=torch.float32, device=h_R2F.device)

@@ -101,5 +101,5 @@ def copy_rows_to_peers(
     tables = send_token_V, send_end_G, peer_address_G, peer_first_row_G, peer_num_rows_G
     sizes = num_sent, x.shape[0], x.shape[1], x.stride(0), stride
     _copy_rows_to_peers_kernel[(num_programs or num_sent,)](
-        x, *tables, *sizes, num_ranks, triton.next_power_of_2(num_ranks), block, num_warps=NUM_WARPS
+        x, *tables, *sizes, num_ranks, 1 << (num_ranks - 1).bit_length(), block, num_warps=NUM_WARPS
     )

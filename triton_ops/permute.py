@@ -65,7 +65,7 @@ def copy_rows(
     if out is None:
         out = rows.new_empty(index.numel(), rows.shape[1])
     if out.numel():
-        grid = (out.shape[0], triton.cdiv(out.shape[1], block))
+        grid = (out.shape[0], -(-out.shape[1] // block))
         sizes = rows.shape[0], rows.shape[1], rows.stride(0), out.stride(0)
         _copy_rows_kernel[grid](rows, index, out, *sizes, BLOCK=block, num_warps=NUM_WARPS)
     return out

@@ -46,6 +46,6 @@ def row_scores(scores_UK: torch.Tensor, row_to_choice_R: torch.Tensor) -> torch.
     scores, index = scores_UK.contiguous(), row_to_choice_R.contiguous()
     out = scores.new_empty(index.shape)
     if index.numel():
-        grid = (triton.cdiv(index.numel(), BLOCK),)
+        grid = (-(-index.numel() // BLOCK),)
         _row_scores_kernel[grid](scores, index, out, scores.numel(), index.numel(), BLOCK=BLOCK)
     return out

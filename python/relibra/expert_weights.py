@@ -70,8 +70,12 @@ class ExpertWeights:
 
     def fields(self) -> dict[str, Field]:
         """Name -> tensor, or tensors, of the fields there are, in a fixed order."""
-        found = {name: getattr(self, name) for name in FIELDS}
-        return {name: field for name, field in found.items() if field is not None}
+        found: dict[str, Field] = {"w13": self.w13, "w2": self.w2}
+        if self.b13 is not None:
+            found["b13"] = self.b13
+        if self.b2 is not None:
+            found["b2"] = self.b2
+        return found
 
     def slots(self) -> dict[str, torch.Tensor]:
         """Name -> ``[H, ...]``; a tuple comes as a `SlotList`, which copies nothing."""
@@ -83,7 +87,13 @@ class ExpertWeights:
 
     def flatten(self) -> tuple[torch.Tensor, ...]:
         """All tensors, as autograd wants them."""
-        return tuple(t for field in self.fields().values() for t in as_list(field))
+        found: list[torch.Tensor] = []
+        for field in (self.w13, self.w2, self.b13, self.b2):
+            if isinstance(field, tuple):
+                found += field
+            elif field is not None:
+                found.append(field)
+        return tuple(found)
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> ExpertWeights:
         """Other tensors in the structure of this.

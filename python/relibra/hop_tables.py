@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from relibra.movers import GroupMovers
     from relibra.rank_tables import Exchange, SourceRoute
     from relibra.runtime import Runtime
+    from relibra_kernels.ops.launch_data import WeightCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +245,7 @@ def build_tables(
     *,
     num_home: int,
     device: torch.device | None = None,
+    weights: WeightCache | None = None,
 ) -> LayerTables:
     """Tables of one use over the transport of a runtime; collective: the rows travel.
 
@@ -256,12 +258,12 @@ def build_tables(
         what: names the use in errors.
         num_home: H.
         device: of the tables, None takes that of the ids.
+        weights: what the launches of the layer remember; None makes no launch data here.
     """
-    hops, ranks = None, runtime.dispatcher.ranks
+    hops, ranks, exact = None, runtime.dispatcher.ranks, runtime.combine == "exact"
     if ranks is not None and splits.hops is not None:
         ids_TK = ids_TK.to(ids_TK.device if device is None else device, non_blocking=True)
         exchanges = movers.hop_exchanges(f"{what}: rows")
-        exact = runtime.combine == "exact"
         hops = HopTables.build(
             ids_TK, source, splits.hops, ranks, exchanges, exact=exact, backend=runtime.kernels
         )
@@ -280,6 +282,8 @@ def build_tables(
         device=device,
         backend=runtime.kernels,
         hops=hops,
+        exact=exact,
+        weights=weights,
     )
 
 

@@ -11,7 +11,8 @@ dim. Source: ReLibra (arXiv 2605.08639), section 4.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 from relibra.expert_ops import Experts
 from relibra.token_exchange import (
@@ -55,8 +56,18 @@ class LayerCall:
 
     def described(self) -> str:
         """What decides which collectives the layer calls, and the sizes of their rows."""
-        fields = self.weights.slots().items()
-        return f"{self.options} {[(name, tuple(w.shape[1:]), w.dtype) for name, w in fields]}"
+        layout = []
+        for name, field in self.weights.fields().items():
+            one = (
+                (field[0].shape, field[0]) if isinstance(field, tuple) else (field.shape[1:], field)
+            )
+            layout.append((name, one[0], one[1].dtype))
+        return _described(self.options, tuple(layout))
+
+
+@functools.lru_cache(maxsize=64)
+def _described(options: LayerOptions, layout: tuple[Any, ...]) -> str:
+    return f"{options} {[(name, tuple(shape), dtype) for name, shape, dtype in layout]}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,7 @@ class ReplicaBuffers:
         self._buffers.clear()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class _NotedArrival:
     """Rows on their way; a failure of their exchange is noted in the runtime."""
 
@@ -99,16 +99,19 @@ class GroupMovers:
         channel: str = "",
     ) -> Arrival:
         """`exchange` without waiting."""
-        with self.runtime.noting_failure():
-            transport = self._transport(channel, what)
+        runtime = self.runtime
+        with runtime.noting_failure():
+            if runtime.dispatcher.peer is None or not channel:
+                transport: DispatchTransport = runtime.dispatcher.flat
+            else:
+                transport = self._transport(channel, what)
             rows = transport.start(x, send_splits, recv_splits, what=what)
-        return _NotedArrival(rows, self.runtime)
+        return _NotedArrival(rows, runtime)
 
     def _transport(self, channel: str, what: str) -> DispatchTransport:
         """Peer dispatch for rows of a channel whose places the plan knows; else the flat one."""
         dispatcher, use, index = self.runtime.dispatcher, self.use, self.index
-        if dispatcher.peer is None or not channel:
-            return dispatcher.flat
+        assert dispatcher.peer is not None
         if use is None or index is None or use.mode != "exact":
             return dispatcher.flat
         step, key = use.step, (use.pass_, use.micro_batch, index)

@@ -19,13 +19,15 @@ import torch
 
 from relibra.copy_lists import copy_lists
 from relibra.places import by_choice, compact, numbered
-from relibra_kernels import ops  # noqa: F401  registers torch.ops.relibra
-from relibra_kernels.tables import SlotQuota, count_padded_rows, m_tiles
+from relibra_kernels.ops import direct_ops
+from relibra_kernels.ops.launch_data import LaunchData, uploaded
+from relibra_kernels.tables import SlotQuota, m_tiles
 
 if TYPE_CHECKING:
     from relibra.hop_splits import HopRanks
     from relibra.hop_tables import HopPaths, HopTables
     from relibra.plan import ExpertLayout
+    from relibra_kernels.ops.launch_data import WeightCache
 
 Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 
@@ -225,11 +227,12 @@ class LayerTables:
         send_token_V: int32 ``[V]``, token of each sent row, by destination rank, then token.
         send_rows_VK: int32 ``[V, K]``, row at the destination of each choice, -1 elsewhere.
         token_to_return_TJ: int32 ``[T, min(K, G)]``, sent rows of a token by ascending rank.
-        choice_to_return_TK: int32 ``[T, K]``, place of a choice among the returned rows.
+        choice_to_return_TK: int32 ``[T, K]``, place of a choice among the returned rows; None in
+            tables for ``combine="reduced"``.
         send_splits, recv_splits: distinct tokens to and from each rank.
         send_rows_G, recv_rows_G: rows to and from each rank.
         token_choice_to_row_UK: int32 ``[U, K]``, row of each choice of a received token.
-        return_row_N: int32, received choices in (token, choice) order -> row.
+        return_row_N: int32, received choices in (token, choice) order -> row; likewise.
         row_to_token_R: int32 ``[R]``, received token of each row, -1 for padding.
         row_to_choice_R: int32 ``[R]``, ``u*K + k`` of each row, -1 for padding.
         slot_rows_n: int32 ``[n]``.
@@ -237,6 +240,7 @@ class LayerTables:
         push_list, pull_list: see :func:`copy_lists`.
         hops: of a two-hop dispatch, None where tokens travel directly.
         num_static: X, static slots that the tiles were made for.
+        launch: what launches take besides, until a `relibra.table_ring` has placed the tables.
     """
 
     num_tokens: int
@@ -245,13 +249,13 @@ class LayerTables:
     send_token_V: torch.Tensor
     send_rows_VK: torch.Tensor
     token_to_return_TJ: torch.Tensor
-    choice_to_return_TK: torch.Tensor
+    choice_to_return_TK: torch.Tensor | None
     send_splits: list[int]
     recv_splits: list[int]
     send_rows_G: list[int]
     recv_rows_G: list[int]
     token_choice_to_row_UK: torch.Tensor
-    return_row_N: torch.Tensor
+    return_row_N: torch.Tensor | None
     row_to_token_R: torch.Tensor
     row_to_choice_R: torch.Tensor
     slot_rows_n: torch.Tensor
@@ -260,6 +264,7 @@ class LayerTables:
     pull_list: torch.Tensor
     hops: HopPaths | None = None
     num_static: int = 0
+    launch: LaunchData | None = None
 
     @property
     def num_rows(self) -> int:
@@ -280,6 +285,8 @@ class LayerTables:
         device: torch.device | None = None,
         backend: str = "auto",
         hops: HopTables | None = None,
+        exact: bool = True,
+        weights: WeightCache | None = None,
     ) -> LayerTables:
         """Build the tables; the rows of the sent tokens travel to their destinations here.
 
@@ -294,25 +301,29 @@ class LayerTables:
             device: of the index tables, where the tokens are; None takes that of the ids.
             backend: who builds them, see `relibra_kernels.ops`.
             hops: of a two-hop dispatch, whose rows travelled already; None for a flat one.
+            exact: build the tables of rows that return one by one, for ``combine="exact"``.
+            weights: what the launches of the layer remember; None makes no launch data here.
         """
         send, receive = list(send_splits), list(recv_splits)
-        place = ids_TK.device if device is None else device
-        ids_TK = ids_TK.to(place, non_blocking=True)
-        if hops is None:
-            quota = [x.to(place, non_blocking=True) for x in source.quota.tensors()]
-            _, send_token, send_rows, token_to_return = torch.ops.relibra.build_route(
-                ids_TK, *quota, source.slot_rows_n.numel(), len(send), sum(send), backend
-            )
-            token_choice_to_row = exchange(send_rows, send, receive)
-        else:
-            send_token, send_rows = hops.send_token_A, hops.send_rows_AK
-            token_to_return = hops.token_to_return_TJ
-            token_choice_to_row = hops.token_choice_to_row_UK
-        num_rows = count_padded_rows(source.slot_rows_n, block_rows)
         tiles = m_tiles(source.slot_rows_n, num_home, block_rows, source.num_static)
-        row_to_token, row_to_choice = torch.ops.relibra.build_rows(
-            token_choice_to_row, num_rows, backend
-        )
+        launch = None
+        if weights is not None:
+            launch = LaunchData(tiles, source.slot_rows_n, weights, block_rows)
+        host = (ids_TK, tiles, *(source.quota.tensors() if hops is None else ()))
+        ids_TK, tiles, *quota = _on_device(host, launch, device or ids_TK.device)
+        if hops is None:
+            sizes = source.slot_rows_n.numel(), len(send), sum(send)
+            route = direct_ops.build_route(ids_TK, *quota, *sizes, backend)[1:]
+            token_choice_to_row = exchange(route[1], send, receive)
+        else:
+            route = (hops.send_token_A, hops.send_rows_AK, hops.token_to_return_TJ)
+            token_choice_to_row = hops.token_choice_to_row_UK
+        send_token, send_rows, token_to_return = route
+        rows = direct_ops.build_rows(token_choice_to_row, len(tiles) * block_rows, backend)
+        to_return = return_row = None
+        if exact:
+            to_return = by_choice(numbered(send_rows >= 0), send_token, len(ids_TK))
+            return_row = compact(token_choice_to_row, sum(source.recv_rows_G))
         return cls(
             num_tokens=ids_TK.shape[0],
             num_home=num_home,
@@ -320,19 +331,31 @@ class LayerTables:
             send_token_V=send_token,
             send_rows_VK=send_rows,
             token_to_return_TJ=token_to_return,
-            choice_to_return_TK=by_choice(numbered(send_rows >= 0), send_token, ids_TK.shape[0]),
+            choice_to_return_TK=to_return,
             send_splits=send,
             recv_splits=receive,
             send_rows_G=source.send_rows_G,
             recv_rows_G=source.recv_rows_G,
             token_choice_to_row_UK=token_choice_to_row,
-            return_row_N=compact(token_choice_to_row, sum(source.recv_rows_G)),
-            row_to_token_R=row_to_token,
-            row_to_choice_R=row_to_choice,
+            return_row_N=return_row,
+            row_to_token_R=rows[0],
+            row_to_choice_R=rows[1],
             slot_rows_n=source.slot_rows_n,
-            mtile_B4=tiles.to(place, non_blocking=True),
+            mtile_B4=tiles,
             push_list=source.push_list,
             pull_list=source.pull_list,
             hops=None if hops is None else hops.paths,
             num_static=source.num_static,
+            launch=launch,
         )
+
+
+def _on_device(
+    tensors: Sequence[torch.Tensor], launch: LaunchData | None, device: torch.device
+) -> list[torch.Tensor]:
+    """The tensors on a device, and launch data moved there, in one copy."""
+    numbers = [] if launch is None else launch.tensors()
+    found = uploaded([*tensors, *numbers], device)
+    if launch is not None:
+        launch.move(found[len(tensors) :])
+    return found[: len(tensors)]

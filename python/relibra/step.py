@@ -198,6 +198,23 @@ class TrainingStep(StepCalls):
         rows = self.routes[use.pass_][use.micro_batch]
         return torch.from_numpy(np.ascontiguousarray(rows.layer_ids(index)))
 
+    def planned_ids(self, use: Use, index: int, other: object) -> torch.Tensor | None:
+        """`ids`, but those of the tables where these are built, which need not be made again.
+
+        Args:
+            use: of the layer.
+            index: place of the layer.
+            other: what they are compared with on its device, None for nothing.
+        """
+        built = self._tables.built(use, index) if use.mode == "exact" else None
+        if built is None:
+            return self.ids(use, index)
+        if other is None:
+            return built.ids_TK  # only their shape is looked at
+        if getattr(other, "device", None) != built.ids_TK.device:
+            return self.ids(use, index)
+        return self._tables[use.pass_, use.micro_batch, index].ids_TK  # when they are there
+
     def tables(self, use: Use, index: int, ids_TK: torch.Tensor) -> LayerTables:
         """Tables of one use of one layer, see `relibra.step_tables`; may be collective."""
         return self._tables.get(use, index, ids_TK)
@@ -223,7 +240,7 @@ class TrainingStep(StepCalls):
         index = self.attachment.layer_index(layer)
         exchanges = self._tables.to_build(use, index) if stage == "forward" else []
         done = f"{stage} {use.key} {layer} {exchanges} {detail}"
-        self.check_order(done, f"{use}, layer {layer}, {stage}")
+        self.check_order(done, f"{use.text}, layer {layer}, {stage}")
 
     def check_order(self, done: str, what: str) -> None:
         """Notes what this rank did, and compares where that is cheap."""

@@ -40,13 +40,14 @@ class StepTables(TableRing):
             keys: of all uses of all layers whose counts are known.
         """
         step, sizes = self.step, [0]
+        exact = step.runtime.combine == "exact"
         for name, micro_batch, index in keys:
             key = (name, micro_batch, index)
             shape = step.routes[name][micro_batch].layer_ids(index).shape
             splits = step.splits_of(key)
             source = step.source_of(*key)
             block = step.runtime.block_rows
-            sizes.append(set_bytes(source, (splits.send, splits.recv), shape, block))
+            sizes.append(set_bytes(source, (splits.send, splits.recv), shape, block, exact=exact))
         self.memory.reserve(max(sizes))
 
     def built(self, use: Use, index: int) -> LayerTables | None:
@@ -104,6 +105,7 @@ class StepTables(TableRing):
             what,
             num_home=step.attachment.num_home,
             device=self.device,
+            weights=self.memory.weights(self.model, index),
         )
 
     def _live(self, use: Use, index: int, ids_TK: torch.Tensor, what: str) -> LayerTables:

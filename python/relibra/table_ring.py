@@ -204,7 +204,12 @@ class TableMemory:
 
 
 def set_bytes(
-    source: SourceRoute, splits: tuple[list[int], list[int]], sizes: tuple[int, int], block: int
+    source: SourceRoute,
+    splits: tuple[list[int], list[int]],
+    sizes: tuple[int, int],
+    block: int,
+    *,
+    exact: bool = True,
 ) -> int:
     """Bytes of the tables of one use of one layer, known before it starts.
 
@@ -216,16 +221,17 @@ def set_bytes(
         splits: tokens to, and from, each rank.
         sizes: T and K.
         block: rows of a GEMM tile.
+        exact: with the tables of rows that return one by one.
     """
     num_tokens, num_choices = sizes
     sent, received = sum(splits[0]), sum(splits[1])
     rows = count_padded_rows(source.slot_rows_n, block)
     entries = [
-        *[num_tokens * num_choices] * 2,  # ids_TK, choice_to_return_TK
+        *[num_tokens * num_choices] * (1 + exact),  # ids_TK, choice_to_return_TK
         *(sent, sent * num_choices),  # send_token_V, send_rows_VK
         num_tokens * min(num_choices, len(splits[0])),  # token_to_return_TJ
         received * num_choices,  # token_choice_to_row_UK
-        sum(source.recv_rows_G),  # return_row_N
+        sum(source.recv_rows_G) * exact,  # return_row_N
         *(rows, rows, rows // block * 4),  # row_to_token_R, row_to_choice_R, mtile_B4
         *(1, 1),
     ]
@@ -294,9 +300,10 @@ class TableRing:
         """
         with self.streams.side() if ahead else contextlib.nullcontext():
             tables = make()
-            launch = LaunchData(
-                tables.mtile_B4, tables.slot_rows_n, self.memory.weights(self.model, key[2])
-            )
+            launch = tables.launch
+            if launch is None:
+                weights = self.memory.weights(self.model, key[2])
+                launch = LaunchData(tables.mtile_B4, tables.slot_rows_n, weights)
             table_set = self.memory.take(_total_bytes(tables, launch), self.device)
             self.streams.wait(table_set.free)
             placed = _place(tables, launch, table_set.memory)
@@ -328,47 +335,50 @@ def _aligned(num_bytes: int) -> int:
 def _device_tables(tables: Any) -> list[torch.Tensor]:
     """Tensors that kernels read, in the order of the fields, those of nested tables included."""
     found: list[torch.Tensor] = []
-    for field in dataclasses.fields(tables):
-        value = getattr(tables, field.name)
-        if field.name not in HOST_TABLES and isinstance(value, torch.Tensor):
-            found.append(value)
+    for name, value in vars(tables).items():
+        if isinstance(value, torch.Tensor):
+            if name not in HOST_TABLES:
+                found.append(value)
         elif dataclasses.is_dataclass(value):
             found += _device_tables(value)
     return found
 
 
 def _with_tables(tables: Any, places: Iterator[torch.Tensor]) -> Any:
-    """A copy with other tensors in the order of `_device_tables`."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(tables):
-        value = getattr(tables, field.name)
-        if field.name not in HOST_TABLES and isinstance(value, torch.Tensor):
-            changed[field.name] = next(places)
+    """A copy with other tensors in the order of `_device_tables`, of the same shapes."""
+    made = object.__new__(type(tables))
+    fields = vars(made)
+    for name, value in vars(tables).items():
+        if isinstance(value, torch.Tensor):
+            fields[name] = value if name in HOST_TABLES else next(places)
         elif dataclasses.is_dataclass(value):
-            changed[field.name] = _with_tables(value, places)
-    return dataclasses.replace(tables, **changed)
+            fields[name] = _with_tables(value, places)
+        else:
+            fields[name] = value
+    return made
 
 
 def _total_bytes(tables: LayerTables, launch: LaunchData) -> int:
     found = (*_device_tables(tables), *launch.tensors())
-    return sum(_aligned(x.numel() * x.element_size()) for x in found)
+    return sum([_aligned(x.numel() * 4) for x in found])
 
 
 def _place(tables: LayerTables, launch: LaunchData, memory: torch.Tensor) -> LayerTables:
     """The same tables in the memory of a set, with their launch data attached."""
-    num_launch = len(launch.tensors())
-    sources = [*_device_tables(tables), *launch.tensors()]
-    places, first = [], 0
-    for source in sources:
-        num_bytes = source.numel() * source.element_size()
-        with torch.inference_mode(False):  # a view as another dtype; a backward counts there
-            flat = memory[first : first + num_bytes].view(source.dtype)
-            places.append(flat.view(source.shape))
-        first += _aligned(num_bytes)
+    of_launch = launch.tensors()
+    sources, places = [*_device_tables(tables), *of_launch], []
+    with torch.inference_mode(False):  # a backward counts there
+        words = memory.view(torch.int32)  # all tables are
+        first = words.storage_offset()
+        for source in sources:
+            shape = source.shape
+            places.append(words.as_strided(shape, (*shape[1:], 1), first))  # one or two dimensions
+            first += _aligned(source.numel() * 4) // 4
     torch._foreach_copy_(places, sources)
-    launch.move(places[len(places) - num_launch :])
+    launch.move(places[len(places) - len(of_launch) :])
     placed: LayerTables = _with_tables(tables, iter(places))
     rows = tables.slot_rows_n.detach()  # of this use alone, so that nothing outlives it
-    placed = dataclasses.replace(placed, slot_rows_n=rows)
+    fields = vars(placed)
+    fields["slot_rows_n"], fields["launch"] = rows, None
     attach(launch, placed.mtile_B4, rows)
     return placed

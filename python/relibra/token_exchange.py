@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from relibra.rank_tables import LayerTables
     from relibra_kernels.transport.dispatch import Arrival
 
+_REDUCED = 'tables: built for combine="reduced", used for combine="exact"'
+
 
 def _start_out(x_TD: torch.Tensor, handle: MoEHandle, name: str, channel: str) -> Arrival:
     """Sent tokens on their way to their destinations; ``x`` has one row a sent token."""
@@ -48,7 +50,7 @@ def _start_tokens(x_TD: torch.Tensor, handle: MoEHandle, name: str, channel: str
     return _start_out(x_TD.index_select(0, handle.tables.send_token_V), handle, name, channel)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class PendingTokens:
     """Tokens and their scores on their way; `start_tokens` makes it."""
 
@@ -93,7 +95,7 @@ def _combine(
     return out
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class PendingSum:
     """Rows on their way back to the tokens that they are summed for.
 
@@ -140,6 +142,8 @@ def start_output(
         part_UD = _combine(y_RD, tables.token_choice_to_row_UK, scores_UK, handle)
         rows = _start_back(part_UD, handle, "partial outputs", "y")
         return PendingSum(rows, tables.token_to_return_TJ, None, handle.kernels)
+    if tables.return_row_N is None or tables.choice_to_return_TK is None:
+        raise RuntimeError(_REDUCED)
     y_ND, what = y_RD.index_select(0, tables.return_row_N), f"{handle.what}: output rows"
     if tables.hops is None:
         rows = movers.start_exchange(y_ND, tables.recv_rows_G, tables.send_rows_G, what, "y")
@@ -151,7 +155,7 @@ def start_output(
 def _exact_ways(tables: LayerTables) -> ExactReturn:
     assert tables.hops is not None
     if tables.hops.exact is None:
-        raise RuntimeError('tables: built for combine="reduced", used for combine="exact"')
+        raise RuntimeError(_REDUCED)
     return tables.hops.exact
 
 

@@ -24,17 +24,18 @@ class Use:
         micro_batch: number within the rollout batch.
         mode: ``exact`` where every row is replayed, else a mode of `relibra.live_routes`.
         key: (optimizer step, pass, micro-batch).
+        text: such as ``optimizer step 1, train, micro-batch 2``.
     """
 
     def __init__(self, step: TrainingStep, pass_: str, micro_batch: int) -> None:
         self.step, self.pass_, self.micro_batch = step, pass_, micro_batch
         self.mode = step.mode_of(pass_, micro_batch)
         self.key = (step.optimizer_step, pass_, micro_batch)
+        self.text = f"optimizer step {step.optimizer_step}, {pass_}, micro-batch {micro_batch}"
 
     def __str__(self) -> str:
-        """Such as ``optimizer step 1, train, micro-batch 2``."""
-        step = self.step.optimizer_step
-        return f"optimizer step {step}, {self.pass_}, micro-batch {self.micro_batch}"
+        """Its text."""
+        return self.text
 
     def expert_ids(self, layer: int) -> torch.Tensor | None:
         """Replayed ids of decoder layer ``layer``.
@@ -58,24 +59,25 @@ class Use:
             ValueError: another token count, or ids that differ from the replayed ones.
             RuntimeError: the step has ended.
         """
-        step = self.step
-        step.require_open(str(self))
-        index = step.attachment.layer_index(layer)
-        what = f"{self}, layer {layer}"
-        ids = self._checked_ids(step.ids(self, index), expert_ids, num_tokens, what)
-        step.attachment.note_recompute(self, layer)
+        step, attachment = self.step, self.step.attachment
+        step.require_open(self.text)
+        index = attachment.layer_index(layer)
+        what = f"{self.text}, layer {layer}"
+        planned = step.planned_ids(self, index, expert_ids)
+        ids = self._checked_ids(planned, expert_ids, num_tokens, what)
+        attachment.note_recompute(self, layer)
         step.note("forward", self, layer)
         runtime, tables = step.runtime, step.tables(self, index, ids)
         return MoEHandle(
             tables=tables,
-            movers=step.attachment.movers(self, index),
+            movers=attachment.movers(self, index),
             what=what,
             combine=runtime.combine,
             grad_mode=runtime.grad_mode,
             block_rows=runtime.block_rows,
             kernels=runtime.kernels,
-            key=(step.attachment.name, step.optimizer_step, self.pass_, self.micro_batch, layer),
-            **step.attachment.static.of(index, tables.num_static),
+            key=(attachment.name, *self.key, layer),
+            **(attachment.static.of(index, tables.num_static) if tables.num_static else {}),
         )
 
     def _checked_ids(

@@ -82,9 +82,9 @@ class Weights(NamedTuple):
 
     def counts(self) -> tuple[int, int, int]:
         """H, X, S."""
-        num_home = len(self.home[0]) if self.is_whole else len(self.home)
-        copies = [0 if one is None else len(one) for one in (self.static, self.replica)]
-        return num_home, copies[0], copies[1]
+        num_home = self.home[0].shape[0] if self.is_whole else len(self.home)
+        num_static = 0 if self.static is None else self.static.shape[0]
+        return num_home, num_static, 0 if self.replica is None else self.replica.shape[0]
 
     def tile_limits(self) -> tuple[int, int, int]:
         """H, S, X: in the order of ``check_tiles``."""

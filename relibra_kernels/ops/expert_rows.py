@@ -74,7 +74,7 @@ def expert_down(
     check_float_matrix("a_RF", a_RF)
     weights = Weights(home_w2, static_w2, replica_w2)
     weights.check("w2", a_RF)
-    check_tiles(mtile_B4, block_rows, len(a_RF), *weights.tile_limits())
+    check_tiles(mtile_B4, block_rows, a_RF.shape[0], *weights.tile_limits())
     w2 = weights.field(1, False, transposed, mtile_B4)
     check_width("a_RF", a_RF, w2)
     bias = bias_field("b2", (home_b2, static_b2, replica_b2), w2, a_RF.dtype)
@@ -120,7 +120,7 @@ def expert_up_backward(
     check_float_matrix("dh_R2F", dh_R2F)
     weights = Weights(home_w13, static_w13, replica_w13, halves_apart)
     weights.check("w13", dh_R2F)
-    check_tiles(mtile_B4, block_rows, len(dh_R2F), *weights.tile_limits())
+    check_tiles(mtile_B4, block_rows, dh_R2F.shape[0], *weights.tile_limits())
     w13 = weights.field(2 if gated else 1, interleaved, transposed, mtile_B4)
     check_width("dh_R2F", dh_R2F, w13, backward=True)
     if use_triton(backend, dh_R2F):

@@ -144,7 +144,7 @@ def _check_gradients(
         if copies is not None:
             check_tensor(f"{family}_grad{name}", copies, dtype=dtype, shape=(None, *shape))
             check_output(f"{family}_grad{name}", copies)
-    if sum(field.counts()) != len(slot_rows):
+    if sum(field.counts()) != slot_rows.shape[0]:
         raise ValueError(
             f"slot_rows_n: need {sum(field.counts())} slots as in home_grad{name}, "
             f"static_grad{name} and replica_grad{name}, got {len(slot_rows)}"
@@ -163,8 +163,8 @@ def _check_rows(
     check_float_matrix("x_UD", x)
     check_tensor("dy_UD", dy, dtype=x.dtype, shape=tuple(x.shape))
     check_tensor("row_to_token_R", row_to_token, device=x.device)
-    check_table("row_to_token_R", row_to_token, (None,), len(x))
-    num_rows = len(row_to_token)
+    check_table("row_to_token_R", row_to_token, (None,), x.shape[0])
+    num_rows = row_to_token.shape[0]
     check_tensor("dh_R2F", dh, dtype=x.dtype, shape=(num_rows, None))
     check_tensor("scored_a_RF", scored, dtype=x.dtype, shape=(num_rows, None))
     check_tensor("slot_rows_n", slot_rows, dtype=(torch.int32, torch.int64), ndim=1, device="cpu")
@@ -202,7 +202,7 @@ def _launch_wgrad(
     per_half = kernels.count_output_tiles(hidden, expert, config)
     shape = WgradShape(
         some.num_home,
-        0 if some.static is None else len(some.static),
+        0 if some.static is None else some.static.shape[0],
         block_rows,
         0 if grad13 is None else grad13.halves * per_half,
         0 if grad2 is None else per_half,

@@ -42,10 +42,10 @@ def _check_rows(name: str, rows: Tensor, row_to_token: Tensor | None) -> int:
     """A float matrix, gathered or not; the number of rows."""
     check_float_matrix(name, rows)
     if row_to_token is None:
-        return len(rows)
+        return rows.shape[0]
     check_tensor("row_to_token_R", row_to_token, device=rows.device)
-    check_table("row_to_token_R", row_to_token, (None,), len(rows))
-    return len(row_to_token)
+    check_table("row_to_token_R", row_to_token, (None,), rows.shape[0])
+    return row_to_token.shape[0]
 
 
 def _check_score(score: Tensor, num_rows: int, rows: Tensor, name: str) -> None:

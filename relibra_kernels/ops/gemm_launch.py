@@ -102,8 +102,8 @@ def clear_other_rows(mtile_B4: Tensor, block_rows: int, *outputs: Tensor) -> Non
         >>> out.flatten().tolist()
         [0.0, 0.0, 7.0, 7.0, 0.0, 0.0]
     """
-    num_rows = len(outputs[0])
-    if num_rows == len(mtile_B4) * block_rows:
+    num_rows = outputs[0].shape[0]
+    if num_rows == mtile_B4.shape[0] * block_rows:
         return
     in_tile = torch.arange(block_rows, device=mtile_B4.device)
     rows = (mtile_B4[:, 1, None] + in_tile).reshape(-1).long()
@@ -138,8 +138,8 @@ def weight_set(
     Raises:
         TypeError, ValueError: tensors that do not fit each other, see `WeightSet`.
     """
-    static = static if static is not None and len(static) else None
-    replica = replica if replica is not None and len(replica) else None
+    static = static if static is not None and static.shape[0] else None
+    replica = replica if replica is not None and replica.shape[0] else None
 
     def make() -> WeightSet:
         whole = len(home) == 1 and home[0].dim() == 3

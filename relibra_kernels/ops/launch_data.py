@@ -18,11 +18,13 @@ from relibra_kernels.checks import check_int
 from relibra_kernels.tables import count_padded_rows, w_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from relibra_kernels.weights import WeightSet
 
 _ATTRIBUTE = "_relibra_launch"
+ALIGN_WORDS = 32  # of every table
+REPLICA_BUFFERS = 4  # that a field is kept for
 FIELDS_OF_A_LAYER = 8  # weights and main_grad of w13, w2 and their biases
 
 
@@ -43,9 +45,10 @@ class WgradShape(NamedTuple):
 class WeightCache:
     """Weight fields of one layer with their launch arguments (descriptors, tables of addresses).
 
-    A field is found by shape, strides and dtype of all its families; a tensor at another address
-    (a parameter that an optimizer or FSDP gave new storage) replaces it. The owner clears the cache
-    when storage may be given back: at the end of a training step.
+    A field is found by shape, strides and dtype of all its families; a home or static tensor at
+    another address (a parameter that an optimizer or FSDP gave new storage) replaces it. Replica
+    slots alternate between a few buffers: a field is kept for each. The owner clears the cache when
+    storage may be given back: at the end of a training step.
 
     Args:
         limit: fields that are kept; the oldest goes first.
@@ -55,10 +58,11 @@ class WeightCache:
         self.limit = check_int("limit", limit, minimum=1)
         self.num_made = 0  # for tests and reports
         self.wgrad_shapes: list[WgradShape] = []  # the last two
-        self._known: dict[tuple[Any, ...], tuple[tuple[int, ...], WeightSet]] = {}
+        # layout and options -> addresses of home and static slots, field by address of replicas
+        self._known: dict[tuple[Any, ...], tuple[list[int], dict[int, WeightSet]]] = {}
 
     def __len__(self) -> int:
-        """Fields that are kept."""
+        """Fields that are kept, those of several replica buffers once."""
         return len(self._known)
 
     def get(
@@ -70,22 +74,28 @@ class WeightCache:
         """The remembered field of these tensors, or a new one.
 
         Args:
-            tensors: of all families, None for one that is not there.
+            tensors: of all families, those of the replica slots last; None for one not there.
             options: storage: whatever else the field depends on.
             make: builds the field.
         """
-        layout = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
-        addresses = tuple(0 if x is None else x.data_ptr() for x in tensors)
-        key = (layout, options)
-        known = self._known.get(key)
-        if known is not None and known[0] == addresses:
-            return known[1]
+        layout = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+        *own, replica = [0 if x is None else x.data_ptr() for x in tensors]
+        key = (*layout, options)
+        addresses, by_buffer = self._known.get(key, (None, {}))
+        if addresses != own:
+            by_buffer = {}
+        found = by_buffer.get(replica)
+        if found is not None:
+            return found
         made = make()
         self.num_made += 1
         self._known.pop(key, None)
         while len(self._known) >= self.limit:
             del self._known[next(iter(self._known))]
-        self._known[key] = (addresses, made)
+        while len(by_buffer) >= REPLICA_BUFFERS:
+            del by_buffer[next(iter(by_buffer))]
+        by_buffer[replica] = made
+        self._known[key] = (own, by_buffer)
         return made
 
     def note_wgrad(self, shape: WgradShape) -> None:
@@ -104,6 +114,7 @@ class LaunchData:
         mtile_B4: int32 ``[B, 4]`` on the device of the launches.
         slot_rows_n: integers ``[n]`` on the CPU.
         weights: of the layer; None remembers no weights.
+        block_rows: rows of the tiles, where it is known that they cover all slots; else None.
 
     Attributes:
         num_tiles: int32 ``[1]``, B.
@@ -116,14 +127,16 @@ class LaunchData:
         mtile_B4: torch.Tensor,
         slot_rows_n: torch.Tensor,
         weights: WeightCache | None = None,
+        block_rows: int | None = None,
     ) -> None:
         device = mtile_B4.device
-        self.num_tiles = torch.full((1,), len(mtile_B4), dtype=torch.int32, device=device)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        num_tiles = mtile_B4.shape[0]
+        self.num_tiles = torch.full((1,), num_tiles, dtype=torch.int32, device=device)
+        self.counter = torch.empty(1, dtype=torch.int32, device=device)  # launches set it
         self.weights = weights
-        self._num_mtiles = len(mtile_B4)
+        self._num_mtiles = num_tiles
         self._rows_version = _version(slot_rows_n)
-        self._padded: dict[int, int] = {}
+        self._padded = {} if block_rows is None else {block_rows: num_tiles * block_rows}
         self._wtiles: dict[WgradShape, tuple[torch.Tensor, torch.Tensor]] = {}
         for shape in () if weights is None else weights.wgrad_shapes:
             self._wtiles[shape] = make_wtile(slot_rows_n, shape, device)
@@ -131,7 +144,7 @@ class LaunchData:
     def fits(self, table: torch.Tensor) -> bool:
         """Whether the table is as it was; of tiles only their number counts."""
         if table.dim() == 2:
-            return len(table) == self._num_mtiles
+            return table.shape[0] == self._num_mtiles
         return self._rows_version is not None and _version(table) == self._rows_version
 
     def padded_rows(self, slot_rows_n: torch.Tensor, block_rows: int) -> int:
@@ -178,6 +191,49 @@ def on_device(tiles_B4: torch.Tensor, device: torch.device) -> tuple[torch.Tenso
     """Tiles and int32 ``[1]`` their number on a device, without waiting for its stream."""
     count = torch.full((1,), len(tiles_B4), dtype=torch.int32, device=device)
     return tiles_B4.to(device, non_blocking=True), count
+
+
+def uploaded(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Small int32 tensors on a device; those that lie on the CPU travel in one copy.
+
+    No stream is waited for: they are packed into pinned memory, which lives until they were read.
+
+    Args:
+        tensors: each another one; some may be on the device already.
+        device: of the results.
+
+    Returns:
+        On the CPU the tensors themselves; elsewhere each starts on a 128-byte boundary.
+
+    Example:
+        >>> tables = [torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)]
+        >>> one, two = uploaded(tables, torch.device("meta"))
+        >>> one.shape, two.device
+        (torch.Size([2]), device(type='meta'))
+    """
+    if device.type == "cpu":
+        return [one.to(device) for one in tensors]
+    host = [one for one in tensors if one.is_cpu and one.dtype == torch.int32]
+    packed, sizes = _packed(host, pin_memory=device.type == "cuda")
+    parts = torch.split(packed.to(device, non_blocking=True), sizes)
+    there = dict(zip(map(id, host), parts, strict=True))
+    return [
+        there[id(one)][: one.numel()].view(one.shape)
+        if id(one) in there
+        else one.to(device, non_blocking=True)
+        for one in tensors
+    ]
+
+
+def _packed(tensors: Sequence[torch.Tensor], *, pin_memory: bool) -> tuple[torch.Tensor, list[int]]:
+    """The tensors one after the other, and the words that each takes, padding included."""
+    sizes = [-(-one.numel() // ALIGN_WORDS) * ALIGN_WORDS for one in tensors]
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pin_memory)
+    words, first = packed.numpy(), 0
+    for one, size in zip(tensors, sizes, strict=True):
+        words[first : first + one.numel()] = one.numpy().reshape(-1)
+        first += size
+    return packed, sizes
 
 
 def attach(data: LaunchData, *tables: torch.Tensor) -> None:

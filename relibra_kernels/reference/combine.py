@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from relibra_kernels.reference.token_permute import take_rows
 
 
+@functools.cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of sums over rows of ``dtype``, of scores and of weight gradients: fp32 or fp64."""
     return torch.promote_types(dtype, torch.float32)

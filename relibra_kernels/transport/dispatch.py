@@ -54,7 +54,7 @@ class Arrival(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class PendingRows:
     """An exchange in flight. Keep ``sent`` alive and unchanged until ``wait`` returned.
 
@@ -79,8 +79,10 @@ class PendingRows:
             ReplicaSyncError: the collective failed or timed out.
         """
         if self.work is not None:
-            with self.ranks.naming_errors("exchange", self.what):
+            try:
                 self.work.wait()
+            except RuntimeError as error:
+                self.ranks.raise_named("exchange", self.what, error)
         return self.received
 
 
@@ -133,11 +135,13 @@ class FlatDispatch:
                 raise ValueError(f"recv_splits: need {send} with one rank, got {receive}")
             return PendingRows(x, x, None, self.ranks, what)
         sent = x.contiguous()
-        received = x.new_empty(sum(receive), *x.shape[1:])
-        with self.ranks.naming_errors("exchange", what):
+        received = x.new_empty((sum(receive), *x.shape[1:]))
+        try:
             work = dist.all_to_all_single(
                 received, sent, receive, send, group=self.ranks.group, async_op=True
             )
+        except RuntimeError as error:
+            self.ranks.raise_named("exchange", what, error)
         return PendingRows(sent, received, work, self.ranks, what)
 
     def exchange(
@@ -154,4 +158,6 @@ class FlatDispatch:
     def _check_splits(self, name: str, splits: Sequence[int]) -> list[int]:
         if len(splits) != self.ranks.size:
             raise ValueError(f"{name}: need {self.ranks.size} counts, got {len(splits)}")
+        if type(splits) is list and set(map(type, splits)) == {int} and min(splits) >= 0:
+            return splits
         return [check_int(name, count, minimum=0) for count in splits]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,12 +60,20 @@ class Ranks:
         """
         try:
             yield
-        except ReplicaSyncError:
-            raise
         except RuntimeError as error:
-            raise ReplicaSyncError(
-                f"{operation} of {what} failed on rank {self.rank} of {self.size}: {error}"
-            ) from error
+            self.raise_named(operation, what, error)
+
+    def raise_named(self, operation: str, what: str, error: RuntimeError) -> NoReturn:
+        """`naming_errors` for an error that was caught.
+
+        Raises:
+            ReplicaSyncError: always.
+        """
+        if isinstance(error, ReplicaSyncError):
+            raise error
+        raise ReplicaSyncError(
+            f"{operation} of {what} failed on rank {self.rank} of {self.size}: {error}"
+        ) from error
 
 
 def check_list(name: str, entries: torch.Tensor) -> list[list[int]]:

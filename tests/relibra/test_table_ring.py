@@ -150,8 +150,11 @@ def test_sets_in_flight_follow_the_micro_batches_and_memory_is_kept_across_steps
     assert memory.num_sets == 0
 
 
-def test_every_table_starts_on_a_128_byte_boundary_in_memory_sized_before_the_first_use():
-    runtime, model = prepared()
+@pytest.mark.parametrize(("combine", "tables"), [("reduced", 10), ("exact", 12)])
+def test_every_table_starts_on_a_128_byte_boundary_in_memory_sized_before_the_first_use(
+    combine, tables
+):
+    runtime, model = prepared(combine=combine)
     with steps(runtime) as step:
         forward(step, model, 0), forward(step, model, 1)
         sizes, largest = set(), 0
@@ -160,7 +163,7 @@ def test_every_table_starts_on_a_128_byte_boundary_in_memory_sized_before_the_fi
             sizes.add(len(memory))
             found = table_ring._device_tables(built.tables)
             found += launch_data(built.tables.mtile_B4).tensors()
-            assert len(found) == 12
+            assert len(found) == tables
             for table in found:
                 assert table.data_ptr() % ALIGN_BYTES == 0
                 assert memory.data_ptr() <= table.data_ptr()
@@ -170,9 +173,10 @@ def test_every_table_starts_on_a_128_byte_boundary_in_memory_sized_before_the_fi
         assert largest <= min(sizes)
 
 
-def test_set_bytes_is_what_the_tables_take():
+@pytest.mark.parametrize("combine", ["reduced", "exact"])
+def test_set_bytes_is_what_the_tables_take(combine):
     world = dataclasses.replace(WORLD, micro_batches=1, num_layers=1)
-    runtime, model = prepared(world)
+    runtime, model = prepared(world, combine=combine)
     with steps(runtime, world) as step:
         forward(step, model, 0, world)
         (built,) = step._tables._built.values()
@@ -239,6 +243,30 @@ def test_tables_that_were_given_back_cannot_be_used():
         with pytest.raises(RuntimeError, match=r"given back .*; take a new handle"):
             relibra.balanced_moe(x, scores[0], moe.w13, moe.w2, handle=handle)
         relibra.balanced_moe(x, scores[0], moe.w13, moe.w2, handle=step.handle(1))
+
+
+def test_tables_for_sums_at_the_destination_do_not_return_rows_one_by_one():
+    runtime, model = prepared()
+    x, scores, _ = WORLD.batch(0, 0)
+    moe = model.layers[0]
+    with steps(runtime) as step, step.forward(micro_batch=0):
+        handle = dataclasses.replace(step.handle(1), combine="exact")
+        with pytest.raises(RuntimeError, match=r'built for combine="reduced", used for .*"exact"'):
+            relibra.balanced_moe(x, scores[0], moe.w13, moe.w2, handle=handle)
+
+
+def test_ids_of_a_layer_whose_tables_were_built_ahead_are_those_of_the_tables():
+    runtime, model = prepared()
+    x, scores, _ = WORLD.batch(0, 0)
+    with steps(runtime) as step, step.forward(micro_batch=0) as use:
+        model.layers[0](x, scores[0])
+        ids = step.ids(use, 1)
+        for other, asked in ((None, True), (ids, True), (ids.to("meta"), False)):
+            built = step._tables.built(use, 1).ids_TK
+            assert (step.planned_ids(use, 1, other) is built) == asked
+            assert torch.equal(step.planned_ids(use, 1, other), ids)
+        with pytest.raises(ValueError, match="need the replayed ids"):
+            model.layers[1](x, scores[1], (ids + 1) % WORLD.num_experts)
 
 
 def test_a_kept_graph_keeps_its_tables_until_it_is_let_go():

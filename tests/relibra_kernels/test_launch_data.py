@@ -5,7 +5,16 @@ import torch
 
 from relibra_kernels.ops import gemm_launch
 from relibra_kernels.ops.gemm_launch import tile_count, weight_set
-from relibra_kernels.ops.launch_data import LaunchData, WeightCache, WgradShape, attach, launch_data
+from relibra_kernels.ops.launch_data import (
+    REPLICA_BUFFERS,
+    LaunchData,
+    WeightCache,
+    WgradShape,
+    _packed,
+    attach,
+    launch_data,
+    uploaded,
+)
 from relibra_kernels.tables import m_tiles, w_tiles
 
 ROWS = torch.tensor([5, 0, 3], dtype=torch.int32)
@@ -96,6 +105,36 @@ def test_weights_are_remembered_until_one_of_them_moves():
     assert field(tiles, home, replica) is moved
     assert field(tiles, home, replica.clone()) is not moved
     assert len(cache) == 2, "an older address of the same field is forgotten"
+
+
+def test_replica_buffers_that_alternate_share_a_field_until_home_moves():
+    cache = WeightCache()
+    _, tiles, _ = use(cache)
+    home, buffers = torch.zeros(2, 4, 8), torch.zeros(2, 1, 4, 8)
+    fields = [field(tiles, home, buffers[i % 2]) for i in range(6)]
+    assert [one is fields[i % 2] for i, one in enumerate(fields)] == [True] * 6
+    assert fields[0].replica.data_ptr() != fields[1].replica.data_ptr()
+    assert (cache.num_made, len(cache)) == (2, 1)
+    home.data = home.data.clone()
+    assert field(tiles, home, buffers[0]) is not fields[0]
+    assert field(tiles, home, buffers[1]) is not fields[1]
+    for _ in range(2 * REPLICA_BUFFERS):
+        field(tiles, home, torch.zeros(1, 4, 8))
+    (_, by_buffer) = next(iter(cache._known.values()))
+    assert len(by_buffer) <= REPLICA_BUFFERS
+
+
+def test_what_is_packed_for_one_copy_starts_on_128_byte_boundaries():
+    tensors = [torch.arange(n, dtype=torch.int32) + n for n in (3, 0, 32, 33)]
+    tensors.append(torch.arange(8, dtype=torch.int32).view(4, 2).t())
+    packed, sizes = _packed(tensors, pin_memory=False)
+    assert sizes == [32, 0, 32, 64, 32]
+    for part, one in zip(packed.split(sizes), tensors, strict=True):
+        assert torch.equal(part[: one.numel()].view(one.shape), one)
+    on_meta = torch.zeros(5, device="meta")
+    found = uploaded([tensors[0], on_meta, tensors[4]], torch.device("meta"))
+    assert [x.shape for x in found] == [(3,), (5,), (2, 4)]
+    assert found[1] is on_meta
 
 
 @pytest.mark.parametrize(
