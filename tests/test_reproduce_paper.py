@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = [pytest.mark.xdist_group("paper"), pytest.mark.timeout(300)]  # the rows are made once
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("paper") / "rows.jsonl"
     command = [sys.executable, "perf/reproduce_paper.py", "--smoke", "--threads", "1", "--json"]
     done = subprocess.run(
-        [*command, str(out)], cwd=ROOT, capture_output=True, text=True, timeout=110
+        [*command, str(out)], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in out.read_text().splitlines()]

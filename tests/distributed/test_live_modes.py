@@ -109,7 +109,7 @@ def test_a_pass_without_routes(mode):
 
 def run_refusals(rank, num_ranks):
     world = WORLD
-    runtime = relibra.Runtime(dist.group.WORLD, world.topology, replica_slots=2, timeout_s=4.0)
+    runtime = relibra.Runtime(dist.group.WORLD, world.topology, replica_slots=2, timeout_s=60.0)
     model = Model(world, rank, num_ranks)
     runtime.attach(model)
     plan, routes = plan_of(world), {"train": world.routes(rank)}

@@ -7,6 +7,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 import torch.distributed as dist
+from late_rank import Told
 from moe_world import World, collect_weight_grads, compare, reference
 from replica_training import make, run_step
 from shared_memory import leaked_segments
@@ -19,7 +20,7 @@ WORLD = World(
     1, 3, num_experts=6, top_k=2, num_layers=2, micro_batches=2, tokens=9, replica_slots=1,
     dtype=torch.float64,
 )  # fmt: skip
-TIMEOUT_S = 1.0
+TIMEOUT_S = 4.0
 VICTIM = 1
 LATE = "late between layers, forward"
 PLACES = ("in a forward", "between layers, backward")
@@ -30,7 +31,7 @@ class _HostError(Exception):
     """A host's own."""
 
 
-def strike(place, model, when):
+def strike(place, model, when, told):
     """The rank raises at a place of its second micro-batch; undoes that."""
     calls = [0]
 
@@ -39,7 +40,7 @@ def strike(place, model, when):
         if calls[0] == 2:
             when.value = time.monotonic()
             if place == LATE:
-                return time.sleep(2.5 * TIMEOUT_S)
+                return told.wait_for(2)
             raise _HostError("broken")
         return None
 
@@ -55,7 +56,7 @@ def strike(place, model, when):
     return first.register_forward_hook(hook).remove
 
 
-def run_alone(rank, num_ranks, transport, places, when):
+def run_alone(rank, num_ranks, transport, places, when, told):
     """What this rank saw at each place: error, seconds, whether its parameters stayed."""
     found = {}
     for place in places:
@@ -65,11 +66,13 @@ def run_alone(rank, num_ranks, transport, places, when):
         def entered(model=model, before=before):
             before.extend(param.detach().clone() for param in model.parameters())
 
-        undo = strike(place, model, when) if rank == VICTIM else lambda: None
+        undo = strike(place, model, when, told) if rank == VICTIM else lambda: None
         dist.barrier()
         with pytest.raises((ReplicaSyncError, _HostError)) as caught:
             run_step(WORLD, rank, runtime, model, WORLD.random_plan(fill=1.0), entered=entered)
         seconds = time.monotonic() - when.value
+        if place == LATE and rank != VICTIM:
+            told.say()
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         found[place] = (type(caught.value), str(caught.value), seconds, same)
         runtime.close()
@@ -80,7 +83,7 @@ def run_alone(rank, num_ranks, transport, places, when):
 
 
 def train_again(rank, transport):
-    runtime, model = make(WORLD, rank, transport=transport, timeout_s=20.0)
+    runtime, model = make(WORLD, rank, transport=transport, timeout_s=60.0)
     result = run_step(WORLD, rank, runtime, model, WORLD.random_plan(fill=1.0))
     collect_weight_grads(WORLD, runtime, model, result)
     compare(result, reference(WORLD, rank), "after a departure")
@@ -98,7 +101,7 @@ def train_again(rank, transport):
 )
 def test_peers_name_the_rank_and_its_reason_in_time(transport, places):
     when = get_context("fork").Value("d", 0.0)
-    ranks = run_ranks(3, run_alone, transport, places, when)
+    ranks = run_ranks(3, run_alone, transport, places, when, Told(), timeout=110.0)
     for place in places:
         for rank, found in enumerate(ranks):
             kind, message, seconds, same = found[place]
@@ -108,9 +111,11 @@ def test_peers_name_the_rank_and_its_reason_in_time(transport, places):
                 continue
             assert kind is ReplicaSyncError
             told = "rank 1 left optimizer step 0 of model 'actor' by _HostError: broken"
-            if place == LATE:
-                told = "no word so far from rank(s) [1]"
-            assert told in message, f"{place}, rank {rank}: {message}"
+            if place == LATE:  # and maybe others, which the machine held up
+                told = r"no word so far from rank\(s\) \[(\d, )*1\b"
+            else:
+                told = re.escape(told)
+            assert re.search(told, message), f"{place}, rank {rank}: {message}"
             assert re.search(r"train, micro-batch \d, layer \d", message), message
             assert seconds < 2 * TIMEOUT_S, f"{place}, rank {rank}"
     assert leaked_segments() == []

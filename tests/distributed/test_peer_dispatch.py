@@ -28,7 +28,7 @@ FOUR = World(
 TWO = dataclasses.replace(FOUR, ranks_per_node=2)
 TWO_BATCHES = dataclasses.replace(FOUR, num_layers=1)
 SMALL = dataclasses.replace(FOUR, num_layers=1, micro_batches=1)
-OPTIONS = {"transport": "cpu_shm", "timeout_s": 20.0}
+OPTIONS = {"transport": "cpu_shm", "timeout_s": 60.0}
 
 
 def same(first, second, what):

@@ -164,9 +164,10 @@ def run_gathered_weights(rank, num_ranks, is_event):
     need = reference(WORLD, rank).y
     runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=20.0)
     held, events, threads, same = {}, {}, [], []
+    pause_s = 0.02 if is_event else 0.3  # a push that does not wait is sooner on a busy machine too
 
     def gather(moe):
-        time.sleep(0.02)
+        time.sleep(pause_s)
         for param, value in zip(moe.parameters(), held[moe.layer], strict=True):
             param.data.copy_(value)
         events[moe.layer].set()
@@ -233,7 +234,7 @@ class _StopError(Exception):
 
 def run_interrupted(rank, num_ranks):
     """All ranks leave a step in the middle of a forward, with a push ahead; then train, twice."""
-    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=20.0)
+    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=60.0)
     plan, routes = WORLD.random_plan(fill=1.0), {"train": WORLD.routes(rank)}
 
     def interrupt():
@@ -258,4 +259,4 @@ def run_interrupted(rank, num_ranks):
 
 
 def test_a_step_that_the_host_leaves_disturbs_none_after_it():
-    assert max(run_ranks(2, run_interrupted)) < 5
+    assert max(run_ranks(2, run_interrupted)) < 30, "no wait lasts until its time-out"

@@ -65,7 +65,7 @@ def test_stages_are_the_layer():
 
 def run_left_over(rank, num_ranks):
     """Rank 2 does not wait for its outputs; all ranks raise at the end of the step, and go on."""
-    runtime, model = set_up(rank, timeout_s=4.0)
+    runtime, model = set_up(rank, timeout_s=60.0)
     x, scores, _ = WORLD.batch(rank, 0)
     plan, routes = WORLD.random_plan(), {"train": WORLD.routes(rank)}
     message = ""
@@ -88,7 +88,7 @@ def test_outputs_that_nobody_waited_for_end_the_step():
 
 
 def run_all_left(rank, num_ranks):
-    runtime, model = set_up(rank, timeout_s=4.0)
+    runtime, model = set_up(rank, timeout_s=60.0)
     x, scores, _ = WORLD.batch(rank, 0)
     plan, routes = WORLD.random_plan(), {"train": WORLD.routes(rank)}
 
@@ -113,7 +113,7 @@ def test_tokens_that_nobody_took_end_the_step():
 
 def run_other_order(rank, num_ranks):
     """Rank 0 computes its layers the other way round."""
-    runtime, model = set_up(rank, timeout_s=4.0)
+    runtime, model = set_up(rank, timeout_s=60.0)
     x, scores, _ = WORLD.batch(rank, 0)
 
     def train():

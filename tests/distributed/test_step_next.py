@@ -178,7 +178,7 @@ def nth_read(log, n):
 
 def run_diverging(rank, num_ranks, says, checks_order):
     """Rank 0 says something else than rank 1, or nothing; the error and whether params stayed."""
-    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=1.0)
+    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=60.0)
     runtime.checks_order = checks_order
     before = []
 

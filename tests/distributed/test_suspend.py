@@ -122,7 +122,7 @@ def test_a_step_is_not_suspended():
 
 def run_after_left_step(rank, num_ranks):
     """All ranks leave a step by an error, with a push under way whose buffer none gives back."""
-    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=20.0)
+    runtime, model = make(WORLD, rank, transport="cpu_shm", timeout_s=60.0)
     plan, routes = WORLD.random_plan(fill=1.0), {"train": WORLD.routes(rank)}
     (kind,) = runtime.domain_sync._kinds.values()
 
@@ -156,7 +156,7 @@ def run_after_left_step(rank, num_ranks):
 def test_a_sleep_after_a_step_that_was_left_frees_memory_and_ends_no_collective():
     for ended, freed, seconds in run_ranks(2, run_after_left_step):
         assert (ended, freed) == ([], [True])
-        assert seconds < 15, "no wait of the left step lasts until its time-out"
+        assert seconds < 30, "no wait of the left step lasts until its time-out"
 
 
 def run_failed_resume(rank, num_ranks):

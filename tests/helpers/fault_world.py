@@ -1,6 +1,5 @@
 """Ranks of which one is killed, stopped or late in a given operation, and what the others see."""
 
-import contextlib
 import dataclasses
 import datetime
 import gc
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from late_rank import Told
 from moe_world import Result, World, collect_weight_grads, compare, reference
 from replica_training import make, run_step
 
@@ -55,12 +55,12 @@ class Fault:
     point: str
     victim: int = 2
     call: int = 3
-    timeout_s: float = 1.0
+    timeout_s: float = 4.0
     dispatch: str = "flat"
 
 
-def strike(fault, when):
-    """The victim's method fails at a call."""
+def strike(fault, when, told):
+    """The victim's method fails at a call; one that is slow goes on when its peers gave it up."""
     owner, name = POINTS[fault.point]
     original, calls = getattr(owner, name), [0]
 
@@ -68,7 +68,7 @@ def strike(fault, when):
         if calls[0] == fault.call:
             when.value = time.monotonic()
             if fault.kind == "slow":
-                time.sleep(3 * fault.timeout_s)
+                told.wait_for(3)
             else:
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         calls[0] += 1
@@ -78,7 +78,7 @@ def strike(fault, when):
     return lambda: setattr(owner, name, original)
 
 
-def run_rank(rank, fault, when):
+def run_rank(rank, fault, when, told):
     """What a rank saw: its error, how long after the fault, and the training that followed."""
     options = {"transport": "cpu_shm", "dispatch": fault.dispatch}
     runtime, model = make(WORLD, rank, timeout_s=fault.timeout_s, **options)
@@ -89,13 +89,14 @@ def run_rank(rank, fault, when):
     def entered():
         before.extend(param.detach().clone() for param in model.parameters())
 
-    restore = strike(fault, when) if rank == fault.victim else lambda: None
+    restore = strike(fault, when, told) if rank == fault.victim else lambda: None
     error = None
     try:
         run_step(WORLD, rank, runtime, model, WORLD.random_plan(fill=1.0), entered=entered)
     except ReplicaSyncError as caught:
         error = str(caught)
     seconds = time.monotonic() - when.value
+    told.say()
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     runtime.close()
     del runtime  # holds the error, whose traceback holds views of the memory
@@ -114,7 +115,7 @@ def train_again(rank, fault, options):
         world = dataclasses.replace(WORLD, ranks_per_node=3)
         group = dist.new_group(left, use_local_synchronization=True)
         rank = left.index(rank)
-    runtime, model = make(world, rank, timeout_s=20.0, group=group, **options)
+    runtime, model = make(world, rank, timeout_s=60.0, group=group, **options)
     result = run_step(world, rank, runtime, model, world.random_plan(fill=1.0))
     collect_weight_grads(world, runtime, model, result)
     compare(result, reference(world, rank), "after the fault")
@@ -122,16 +123,16 @@ def train_again(rank, fault, options):
     runtime.close()
 
 
-def run_fault(fault, timeout=40.0):
+def run_fault(fault, timeout=90.0):
     """Result of `run_rank` by rank; None where the victim never answered."""
     context = get_context("fork")
-    when = context.Value("d", 0.0)
+    when, told = context.Value("d", 0.0), Told()
     with tempfile.TemporaryDirectory(prefix="relibra_fault_") as folder:
         readers, processes = [], []
         for rank in range(4):
             reader, writer = context.Pipe(duplex=False)
             processes.append(
-                context.Process(target=_main, args=(rank, fault, when, folder, writer))
+                context.Process(target=_main, args=(rank, fault, (when, told), folder, writer))
             )
             processes[-1].start()
             writer.close()
@@ -156,19 +157,18 @@ def _results(fault, readers, deadline):
     return found
 
 
-def _main(rank, fault, when, folder, writer):
+def _main(rank, fault, shared, folder, writer):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=4,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=datetime.timedelta(seconds=60),
     )
     try:
-        writer.send(run_rank(rank, fault, when))
+        writer.send(run_rank(rank, fault, *shared))
     except BaseException:
         writer.send(traceback.format_exc())
-    with contextlib.suppress(OSError):
-        time.sleep(5)  # peers may still need this rank's connections
-    os._exit(0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL), signal.alarm(120)  # where the parent is gone
+    signal.pause()  # peers may still need this rank's connections; the parent ends all

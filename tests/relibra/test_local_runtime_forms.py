@@ -32,16 +32,14 @@ def run(call, world=WORLD, plan=PLAN, prepare=None, model_options=None, **option
             moe.options = model_options
     x, scores, dy = joined_batch(world, 0)
     found = None if prepare is None else prepare(model)
-    with runtime.step(plan, {"train": all_routes(world)}) as step:
+    with runtime, runtime.step(plan, {"train": all_routes(world)}) as step:
         with step.forward(micro_batch=0):
             y = call(step, model, x, scores)
         y.backward(dy)
     grads = (
         [getattr(p, "main_grad", p.grad) for p in model.parameters()] if found is None else found
     )
-    out = [y.detach(), x.grad, scores.grad, *grads]
-    runtime.close()
-    return out
+    return [y.detach(), x.grad, scores.grad, *grads]
 
 
 def plain(step, model, x, scores):
@@ -222,15 +220,18 @@ def test_over_the_engine_of_gpus(expected, monkeypatch):
     monkeypatch.setattr(LocalRank, "_engine", engine)
     assert_equal(run(plain), expected)
     assert len(streams) == 4
-    assert not any(one.errors for one in streams)
+    for one in streams:
+        one.close()
+        assert not one.errors
 
 
 def test_transport_options_reach_the_engine_of_gpus(expected, monkeypatch):
-    cuda, given = CudaOptions(push="sm", waits="kernel"), []
+    cuda, given, streams = CudaOptions(push="sm", waits="kernel"), [], []
 
     def engine(arena, layout, **options):
         given.append(options.get("options"))
-        fakes = {"library": FakeLibrary(), "streams": FakeStreams()}
+        streams.append(FakeStreams())
+        fakes = {"library": FakeLibrary(), "streams": streams[-1]}
         return CudaEngine(arena, layout, **options, **fakes)
 
     def on_a_gpu(self, arena, layout, domain):
@@ -244,6 +245,8 @@ def test_transport_options_reach_the_engine_of_gpus(expected, monkeypatch):
     found = run(plain, timeout_s=20.0, transport_options=ProviderOptions(cuda=cuda))
     assert_equal(found, expected)
     assert given == [cuda] * 4
+    for one in streams:
+        one.close()
 
 
 class HalfKnown(World):

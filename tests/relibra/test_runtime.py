@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from late_rank import Told
 from moe_world import Model, World, check, reference
 
 import relibra
@@ -40,7 +41,7 @@ def make_three_times(rank, num_ranks):
     """Ranks may also differ in how many groups they have."""
     kept = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
     for _ in range(3):
-        with relibra.Runtime(dist.group.WORLD, PAIR.topology, timeout_s=10.0) as runtime:
+        with relibra.Runtime(dist.group.WORLD, PAIR.topology, timeout_s=60.0) as runtime:
             runtime.gather_loads(relibra.LoadMatrix.from_rows(PAIR.routes(rank)))
             runtime.close()
     return kept is None or rank == 0
@@ -50,24 +51,23 @@ def test_a_runtime_with_its_own_time_out_can_be_made_again():
     assert all(run_ranks(2, make_three_times))
 
 
-def fail_then_make_again(rank, num_ranks):
-    import time
-
-    runtime = relibra.Runtime(dist.group.WORLD, PAIR.topology, timeout_s=1.0)
+def fail_then_make_again(rank, num_ranks, told):
+    runtime = relibra.Runtime(dist.group.WORLD, PAIR.topology, timeout_s=3.0)
     own = relibra.LoadMatrix.from_rows(PAIR.routes(rank))
     if rank == 1:
-        time.sleep(2.0)
+        told.wait_for(1)
     with pytest.raises(relibra.ReplicaSyncError):
         runtime.gather_loads(own)
+    told.say()
     with pytest.raises(RuntimeError, match="the runtime failed before .*make a new one"):
         runtime.gather_loads(own)
     runtime.close()
-    again = relibra.Runtime(dist.group.WORLD, PAIR.topology, timeout_s=10.0)
+    again = relibra.Runtime(dist.group.WORLD, PAIR.topology, timeout_s=60.0)
     return again.gather_loads(own).is_gathered
 
 
 def test_after_a_failed_agreement_a_new_runtime_works():
-    assert all(run_ranks(2, fail_then_make_again))
+    assert all(run_ranks(2, fail_then_make_again, Told()))
 
 
 def test_a_plan_may_use_fewer_replica_slots_than_the_runtime_has():
@@ -162,7 +162,7 @@ def test_a_backward_after_the_experts_moved_is_refused():
 
 
 def set_other_layouts(rank, num_ranks):
-    runtime, _ = attached(PAIR, rank, dist.group.WORLD, timeout_s=10.0)
+    runtime, _ = attached(PAIR, rank, dist.group.WORLD, timeout_s=60.0)
     layout = [[0, 1, 2, 3], [4, 5, 6, 7]] if rank else [[1, 0, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(relibra.PlanError, match="migration: need the same layouts"):
         runtime.set_layout([relibra.ExpertLayout(layout)])

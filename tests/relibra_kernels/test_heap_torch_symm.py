@@ -36,11 +36,11 @@ class FakeModule:
 
 
 def heap_of(module, **options):
-    return TorchSymmHeap(dist.group.WORLD, CPU, timeout_s=5, module=module, **options)
+    return TorchSymmHeap(dist.group.WORLD, CPU, timeout_s=20, module=module, **options)
 
 
 def on_two(body):
-    return run_ranks(2, lambda rank, num_ranks: body(rank), timeout=30)
+    return run_ranks(2, lambda rank, num_ranks: body(rank), timeout=60)
 
 
 def refusal(heap):

@@ -17,7 +17,10 @@ from relibra_kernels.transport.sync_report import UseKey
 WAY = RowWay("x", UseKey("m", 0, "train", 0, 1, "tokens"), [0, 0])
 
 
-def two_ranks(**options):
+TIMEOUT_S = 2.0  # where somebody waits in vain
+
+
+def two_ranks(timeout_s=60.0, **options):
     """Two ranks whose heaps are made once an arena, as their ranks do one after the other."""
     made = []
 
@@ -28,16 +31,23 @@ def two_ranks(**options):
             yield made[number][rank]
 
     def engine(arena, layout):
-        return HostEngine(arena, layout, timeout_s=0.2)
+        return HostEngine(arena, layout, timeout_s=timeout_s)
 
     return [
-        PeerDispatch(functools.partial(next, heaps(rank)), engine, (0, 1), rank, **options)
+        PeerDispatch(
+            functools.partial(next, heaps(rank)),
+            engine,
+            (0, 1),
+            rank,
+            timeout_s=timeout_s,
+            **options,
+        )
         for rank in range(2)
     ]
 
 
 def test_buffers_grow_by_a_quarter_and_never_shrink():
-    (peer, other), before = two_ranks(timeout_s=0.2, generation=65535), threading.active_count()
+    (peer, other), before = two_ranks(generation=65535), set(threading.enumerate())
     generations, sizes = [], []
     for need in ({"x": 8192}, {"x": 100, "y": 50}, {"x": 8200}, {"x": 10000}, {}):
         for one in (other, peer):
@@ -51,7 +61,7 @@ def test_buffers_grow_by_a_quarter_and_never_shrink():
         one.close(peers_alive=True)
         one.close(peers_alive=True)
     assert peer.report() == {}
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before, "its watchdogs and streams have ended"
     with pytest.raises(RuntimeError, match="need receive buffers, got none"):
         peer.over(WAY).start(torch.zeros(0, 1), [0, 0], [0, 0])
 
@@ -62,7 +72,7 @@ def test_memory_without_an_engine_is_given_back():
     def engine(arena, layout):
         raise RuntimeError("no kernel for this GPU")
 
-    peer = PeerDispatch(lambda: heap, engine, [0], 0, timeout_s=0.2)
+    peer = PeerDispatch(lambda: heap, engine, [0], 0, timeout_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match="no kernel for this GPU"):
         peer.reserve({"x": 1024})
     heap.alloc(1024, 2)  # refused while an arena is open
@@ -71,7 +81,7 @@ def test_memory_without_an_engine_is_given_back():
 
 def test_sizes_that_differ_are_refused_with_both():
     """comm-08: nobody goes on with buffers that a peer takes for larger ones."""
-    first, second = two_ranks(timeout_s=0.2)
+    first, second = two_ranks()
     first.reserve({"x": 8192})
     with pytest.raises(ReplicaSyncError, match=r"nbytes.*rank 0: \d+.*rank 1: \d+"):
         second.reserve({"x": 4096})
@@ -79,7 +89,7 @@ def test_sizes_that_differ_are_refused_with_both():
 
 
 def test_rows_and_news_of_a_failure():
-    first, second = two_ranks(timeout_s=0.2)
+    first, second = two_ranks()
     for one in (first, second):
         one.reserve({"x": 4096})
     x = torch.arange(6.0).view(3, 2)
@@ -97,7 +107,7 @@ def test_rows_and_news_of_a_failure():
 
 
 def test_a_peer_that_left_its_step_ends_the_waits_when_it_closes():
-    first, second = two_ranks(timeout_s=0.2)
+    first, second = two_ranks()
     for one in (first, second):
         one.reserve({"x": 4096})
     second.leave()
@@ -108,7 +118,7 @@ def test_a_peer_that_left_its_step_ends_the_waits_when_it_closes():
 
 
 def test_ranks_that_left_a_step_and_met_give_memory_back_and_end_nothing_else():
-    ended, ranks = [], two_ranks(timeout_s=60.0, on_abort=lambda: ended.append(1))
+    ended, ranks = [], two_ranks(on_abort=lambda: ended.append(1))
     freed = []
     for one in ranks:
         one.reserve({"x": 4096})
@@ -129,7 +139,7 @@ def test_ranks_that_left_a_step_and_met_give_memory_back_and_end_nothing_else():
 
 def test_memory_is_not_given_back_while_rows_may_come():
     """A step that all ranks left with a message on its way: it is read before buffers grow."""
-    ranks = two_ranks(timeout_s=0.2)
+    ranks = two_ranks(TIMEOUT_S)
     for one in ranks:
         one.reserve({"x": 1024})
     x = torch.arange(6.0).view(3, 2)
@@ -141,7 +151,7 @@ def test_memory_is_not_given_back_while_rows_may_come():
         one.reserve({"x": 4096})
     assert flight[0].wait().tolist() == [[0, 1], [2, 3], [0, 1]]
     ranks[0].over(WAY).start(x, [2, 1], [2, 1])
-    with pytest.raises(ReplicaSyncError, match="waited 0.2 s in vain for rank 1"):
+    with pytest.raises(ReplicaSyncError, match="waited 2 s in vain for rank 1"):
         ranks[0].reserve({"x": 8192})
     for one in ranks:
         one.close(peers_alive=False)

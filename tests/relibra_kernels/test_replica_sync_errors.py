@@ -20,7 +20,8 @@ from relibra_kernels.transport.sync_types import ErrorCode, SyncOp
 from relibra_kernels.transport.watchdog import Watchdog
 
 KEY = UseKey("actor", 3, "train", 2, 7, "forward")
-TIMEOUT_S = 0.5
+TIMEOUT_S = 4.0  # where somebody waits in vain
+PLENTY_S = 60.0  # where nobody does, however busy the machine is
 HOME = Schedule(1, 1).weights(7, 0)
 
 
@@ -58,7 +59,7 @@ def run_diverged(rank, num_ranks, what):
         options["experts"] = lambda rank, slot: 99
     if rank == 0 and what == "layer":
         key = dataclasses.replace(KEY, layer=8)
-    with shared(rank, num_ranks, TIMEOUT_S) as sync:
+    with shared(rank, num_ranks, PLENTY_S) as sync:
         use = one_replica(sync, rank, key=key, **options)
         if rank == 1:
             return failing(sync, lambda: sync.weights(use))
@@ -74,7 +75,7 @@ def wait_for_abort(sync):
 @pytest.mark.parametrize("what", ["plan", "expert", "layer"])
 def test_a_diverged_plan_is_named_at_once(what):
     other, (message, details, seconds) = run_ranks(2, run_diverged, what)
-    assert seconds < TIMEOUT_S
+    assert seconds < PLENTY_S / 2
     assert details.code == ErrorCode.MISMATCH
     assert (details.peer, details.slot, details.expert, details.key) == (0, 0, 1, KEY)
     assert "micro-batch 2, layer 7, forward, replica slot 0, expert 1" in message
@@ -135,13 +136,13 @@ def test_a_missing_rank_is_named_within_twice_the_time_out(operation, op, words)
     assert details.expected > details.observed
     assert f"{words}" in message
     assert "optimizer step 3, train, micro-batch 2, layer 7" in message
-    assert "waited 0.5 s in vain for rank 0" in message
+    assert "waited 4 s in vain for rank 0" in message
     assert "retired (uses): rank 0: " in message
     assert "full[0]: " in message
 
 
 def run_abort(rank, num_ranks):
-    with shared(rank, num_ranks, 20.0) as sync:
+    with shared(rank, num_ranks, PLENTY_S) as sync:
         if rank == 0:
             time.sleep(0.1)
             sync.abort()
@@ -155,7 +156,7 @@ def test_an_abort_ends_the_waits_of_peers_at_once():
     assert "this rank failed elsewhere" in own[0]
     assert "stopped, since rank 0 failed first" in message
     assert details.code == ErrorCode.PEER_ABORTED
-    assert seconds < 10
+    assert seconds < PLENTY_S / 2
 
 
 def run_watched(rank, num_ranks):
@@ -168,10 +169,9 @@ def run_watched(rank, num_ranks):
         if rank == 1:
             use = one_replica(sync, rank)
             failing(sync, lambda: sync.weights(use))
-        for _ in range(40):
-            time.sleep(0.05)
-            if calls:
-                break
+        deadline = time.monotonic() + PLENTY_S / 2
+        while not calls and time.monotonic() < deadline:
+            time.sleep(0.01)
         watchdog.close()
         return messages, calls, failing(sync, sync.check)[0]
 
@@ -186,7 +186,7 @@ def test_the_watchdog_warns_and_brings_news():
     assert "since rank 1 failed first" in idle[2]
 
 
-def alone(generation=1, arena=None, timeout_s=TIMEOUT_S):
+def alone(generation=1, arena=None, timeout_s=PLENTY_S):
     """A domain of one rank, and its heap."""
     layout = arena_layout(1)
     (heap,) = LocalHeap.ranks(1)
@@ -217,7 +217,7 @@ def test_words_of_another_generation_are_not_there_yet():
     for _ in range(5):
         use = submit(sync, [[2, 0, 1]], [[1, 0, 2]])
         sync.weights(use), sync.retire(use)
-    later, _ = alone(arena=dataclasses.replace(sync.arena, generation=2))
+    later, _ = alone(arena=dataclasses.replace(sync.arena, generation=2), timeout_s=0.5)
     for buffer in range(2):
         for view in later.buffer(buffer).values():
             view.fill_(-1)
@@ -236,7 +236,7 @@ def test_words_of_another_generation_are_not_there_yet():
 @pytest.mark.parametrize("ends_by", ["time-out", "abort", "close"])
 def test_a_host_s_event_that_never_comes_is_not_waited_for(ends_by):
     """A host that fails before it sets the event of its weights."""
-    sync, heap = alone(timeout_s=TIMEOUT_S if ends_by == "time-out" else 60.0)
+    sync, heap = alone(timeout_s=0.5 if ends_by == "time-out" else PLENTY_S)
     use = submit(sync, [[2, 0, 1]], ready=threading.Event())
     sync.weights(use)
     since = time.monotonic()
@@ -245,7 +245,7 @@ def test_a_host_s_event_that_never_comes_is_not_waited_for(ends_by):
     if ends_by != "close":
         sync.retire(use)  # waits for the push
     sync.close()
-    assert time.monotonic() - since < 20, "a moment and what a busy machine adds"
+    assert time.monotonic() - since < PLENTY_S / 2, "a moment and what a busy machine adds"
     message = "need its event to be set" if ends_by != "abort" else "this rank failed elsewhere"
     with pytest.raises(ReplicaSyncError, match=message):
         sync.check()
@@ -253,7 +253,7 @@ def test_a_host_s_event_that_never_comes_is_not_waited_for(ends_by):
 
 
 def test_packed_weights_wait_for_their_event_at_most_the_time_out():
-    sync, heap = alone()
+    sync, heap = alone(timeout_s=0.5)
     apart = {name: torch.stack([w, w], -1)[..., 0] for name, w in HOME.items()}
     with pytest.raises(ReplicaSyncError, match=r"set within 0\.5 s"):
         sync.submit_push(KEY, apart, NOTHING, NOTHING, ready=threading.Event())
@@ -332,7 +332,7 @@ def test_wrong_arguments_are_refused():
 
 def run_broken_thread(rank, num_ranks):
     """A call that raises on a thread of rank 0, as for want of memory."""
-    with shared(rank, num_ranks, 20.0) as sync:
+    with shared(rank, num_ranks, PLENTY_S) as sync:
         if rank == 1:
             use = one_replica(sync, rank)
             return failing(sync, lambda: sync.weights(use))
@@ -345,4 +345,4 @@ def test_an_exception_on_a_thread_is_told_to_all():
     own, (message, _, seconds) = run_ranks(2, run_broken_thread)
     assert "a call of stream 'push' failed: ZeroDivisionError" in own[0]
     assert "stopped, since rank 0 failed first" in message
-    assert seconds < 10
+    assert seconds < PLENTY_S / 2

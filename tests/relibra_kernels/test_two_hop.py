@@ -62,7 +62,7 @@ def lost_peer(rank, num_ranks):
     """The peer inside the node leaves between the hops."""
     import datetime
 
-    timeout = datetime.timedelta(seconds=1.0)
+    timeout = datetime.timedelta(seconds=3.0)
     node = dist.new_group([0, 1], timeout=timeout)
     if rank == 1:
         return "left"
