@@ -41,6 +41,10 @@ class WgradShape(NamedTuple):
     tiles2: int
     accumulate_home: bool
 
+    def fits(self, num_slots: int) -> bool:
+        """Whether tables of that many slots can have it: plans differ in their static slots."""
+        return self.num_home + self.num_static <= num_slots
+
 
 class WeightCache:
     """Weight fields of one layer with their launch arguments (descriptors, tables of addresses).
@@ -139,7 +143,8 @@ class LaunchData:
         self._padded = {} if block_rows is None else {block_rows: num_tiles * block_rows}
         self._wtiles: dict[WgradShape, tuple[torch.Tensor, torch.Tensor]] = {}
         for shape in () if weights is None else weights.wgrad_shapes:
-            self._wtiles[shape] = make_wtile(slot_rows_n, shape, device)
+            if shape.fits(slot_rows_n.shape[0]):
+                self._wtiles[shape] = make_wtile(slot_rows_n, shape, device)
 
     def fits(self, table: torch.Tensor) -> bool:
         """Whether the table is as it was; of tiles only their number counts."""

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from moe_world import Model, World
+from local_world import make_local, run_local_step, weight_grads
+from moe_world import Model, World, compare, references
 
 import relibra
 from relibra.copy_lists import copy_lists
@@ -165,6 +166,23 @@ def test_slots_keep_their_memory_between_plans_and_lose_it_without_static_copies
     assert none == {}
     for one in (again, last):
         assert torch.allclose(one, y)
+
+
+def test_kernels_follow_plans_with_other_numbers_of_static_slots():
+    """What launches remember of one plan must not be made for the tables of the next."""
+    world = World(
+        2, 1, num_experts=4, top_k=2, micro_batches=1, hidden=64, expert=64, tokens=9,
+        replica_slots=0, dtype=torch.float32,
+    )  # fmt: skip
+    runtime, model = make_local(world, kernels="triton")
+    for slots in (2, 0, 1):
+        model.zero_grad()
+        plan = world.random_plan(static_slots=slots, base=runtime.layout)
+        results = run_local_step(world, runtime, model, plan)
+        weight_grads(runtime, model, results)
+        for result, need in zip(results, references(world), strict=True):
+            compare(result, need, f"{slots} static slots")
+    runtime.close()
 
 
 def test_warm_up_covers_layers_with_and_without_static_slots(monkeypatch):

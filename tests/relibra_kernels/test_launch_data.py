@@ -70,6 +70,18 @@ def test_weight_gradient_tiles_are_made_once_and_then_with_the_tables():
     assert cache.wgrad_shapes == [third, single], "bounded, the newest last"
 
 
+def test_shapes_of_a_plan_with_more_static_slots_are_left_out():
+    cache = WeightCache()
+    fitting, larger = SHAPE._replace(num_static=1), SHAPE._replace(num_static=2)
+    for shape in (fitting, larger):
+        cache.note_wgrad(shape)
+    data, _, rows = use(cache)
+    assert len(data.tensors()) == 4, "the tiles of one shape"
+    assert torch.equal(data.wtile(rows, fitting)[0], w_tiles(ROWS, *fitting))
+    with pytest.raises(ValueError, match="num_static: need 0 to 1, got 2"):
+        data.wtile(rows, larger)
+
+
 def test_tables_that_changed_carry_nothing():
     data, tiles, rows = use()
     assert data.padded_rows(rows, BLOCK) == 12
