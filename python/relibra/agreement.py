@@ -288,10 +288,16 @@ def _packed(what: str, fault: str | None, values: Sequence[int | str]) -> torch.
     """The message of one rank, uint8 of one size for all agreements."""
     said = None if fault is None else _bounded(fault, _FAULT_BYTES)
     row: list[Any] = [_bounded(what, _VALUE_BYTES), said]
-    row += [_bounded(one, _VALUE_BYTES) if isinstance(one, str) else int(one) for one in values]
+    row += [_bounded(one, _VALUE_BYTES) if isinstance(one, str) else _sent(one) for one in values]
     text = json.dumps(row).encode()
     assert len(text) <= _MESSAGE_BYTES, f"{what}: too many facts for one message"
     return torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+
+
+def _sent(number: int) -> int | str:
+    """The number; one of more than 64 bits as hexadecimal text, which has no limit of digits."""
+    whole = int(number)
+    return whole if whole.bit_length() <= 64 else _bounded(hex(whole), _VALUE_BYTES)
 
 
 def _bounded(text: str, num_bytes: int) -> str:

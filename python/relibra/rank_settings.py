@@ -186,9 +186,9 @@ def _valid_wait(timeout_s: float | None) -> float | None:
     """The time-out, None (that of the group) where it is wrong."""
     try:
         check_waits(timeout_s, None)
-    except (TypeError, ValueError):
+        return None if timeout_s is None else float(timeout_s)
+    except Exception:  # whatever it is, it is told as a fault
         return None
-    return None if timeout_s is None else float(timeout_s)
 
 
 def _topology_text(topology: Topology) -> str:

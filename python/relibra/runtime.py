@@ -108,7 +108,8 @@ class Runtime(RuntimeWarmup, RuntimeState, RuntimeGroups):
 
     def __new__(cls, *args: Any, transport: str = "auto", **options: Any) -> Self:
         """A runtime of the class that has the transport."""
-        kind = cls._kinds.get(str(transport), cls) if cls is Runtime else cls
+        known = cls is Runtime and isinstance(transport, str)  # else refused with the ranks
+        kind = cls._kinds.get(transport, cls) if known else cls
         made: Any = super().__new__(kind)
         return cast("Self", made)
 

@@ -152,15 +152,16 @@ class RuntimeGroups(RuntimeReplicas):
         """A model with its buffers, on all ranks or on none; collective between processes."""
         attachment: Attachment | None = None
         fault: Exception | None = None
+        facts = dict[str, int | str]()
         try:
             if name in self.attachments:
                 raise ValueError(f"name: {name!r} is attached already; need a new name")
             attachment = self._new_attachment(model, optimizer, name)
+            facts = attachment.facts()
             if self.domain_sync is None:  # memory of this rank alone
                 self._prepare_layers(attachment)
         except Exception as error:  # whatever it is, the peers must hear of it
             fault = error
-        facts = {} if attachment is None else attachment.facts()
         try:
             with self.noting_failure():
                 agree(self.group, facts, what="attach", fault=fault, timeout_s=self.timeout_s)

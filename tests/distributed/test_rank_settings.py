@@ -335,3 +335,48 @@ def test_of_many_ranks_the_odd_ones_are_listed_first():
     need = "got rank(s) 37, 40: 4, rank(s) 0, 1, 2, 3, 4, 5, 6, 7 and 54 more: 3"
     with pytest.raises(relibra.PlanError, match=re.escape(need)):
         agreement.check_agreement("a step", [None] * 64, ["slots"], values)
+
+
+class Wordless(str):
+    """A name, or a transport, that cannot even be shown."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        raise LookupError("no words")
+
+    __str__ = __repr__
+
+
+HUGE = 10**5000  # more digits than Python prints
+ABSURD = {
+    "time-out-beyond-floats": ({"timeout_s": HUGE}, "OverflowError: int too large"),
+    "time-out-without-words": ({"timeout_s": Wordless("1")}, "LookupError: no words"),
+    "transport-without-words": ({"transport": [Wordless("dist")]}, "LookupError: no words"),
+}
+
+
+def construct_absurd(rank, num_ranks):
+    found = {name: outcome(lambda o=odd: make(rank, {}, o)) for name, (odd, _) in ABSURD.items()}
+    found["slots"] = outcome(lambda: make(rank, {}, {"replica_slots": HUGE}))
+    with make(rank, {}, {}) as runtime:
+        name = Wordless("actor") if rank == ODD else "actor"
+        model = Model(WORLD, rank, num_ranks)
+        found["name"] = outcome(lambda: runtime.attach(model, name=name))
+        runtime.attach(model)
+        train(runtime, model, rank)
+    return found
+
+
+def test_values_that_cannot_be_sent_or_shown_keep_nobody_waiting():
+    need = {**{name: text for name, (_, text) in ABSURD.items()}, "name": "LookupError: no words"}
+    for rank, found in enumerate(run_ranks(4, construct_absurd)):
+        assert all(seconds < SOON_S for _, seconds in found.values())
+        slots = found.pop("slots")[0]
+        assert (
+            "need the same replica_slots on all ranks, got rank 0: 1, rank 1: 1, rank 2: 0x"
+            in slots
+        )
+        for name, (message, _) in found.items():
+            told = "" if rank == ODD else f"refused by rank(s) [{ODD}]; rank {ODD}: "
+            assert f"{told}{need[name]}" in message
