@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.context import ForkProcess
 
+_LENGTH_BYTES, _READ_BYTES = 8, 1 << 20
+
 
 class RankError(RuntimeError):
     """A rank raised or died; carries the first failure.
@@ -155,7 +157,7 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError, EOFError):
-        pipe.send_bytes(_sealed(message))
+        _send(pipe, _sealed(message))
         pipe.recv_bytes()  # peers may still need this rank's connections
     os._exit(0)  # no destructors of inherited objects, no second flush of inherited buffers
 
@@ -163,7 +165,10 @@ def _rank_main(
 def _join_group(job: _Job, rank: int) -> None:
     """Joins when all ranks are there: a group with a short time-out does not wait for the last."""
     (job.folder / f"here_{rank}").touch()
+    deadline = time.monotonic() + job.timeout
     while not all((job.folder / f"here_{peer}").exists() for peer in range(job.num_ranks)):
+        if time.monotonic() > deadline:  # the caller is gone, or has given up
+            raise TimeoutError(f"not all {job.num_ranks} ranks started")
         time.sleep(0.002)
     dist.init_process_group(
         "gloo",
@@ -187,6 +192,31 @@ def _opened(sealed: bytes, rank: int, num_ranks: int) -> bytes:
     return message
 
 
+def _send(pipe: connection.Connection, message: bytes) -> None:
+    """A message behind its length, which the caller may read piece by piece."""
+    rest = memoryview(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+    while rest:
+        rest = rest[os.write(pipe.fileno(), rest) :]
+
+
+def _received(pipe: connection.Connection, found: bytearray) -> bytes | None:
+    """Adds what has come of a message, without waiting for more; the message when all has.
+
+    Raises:
+        EOFError: the rank is gone.
+    """
+    try:
+        part = os.read(pipe.fileno(), _READ_BYTES)
+    except ConnectionError:
+        part = b""
+    if not part:
+        raise EOFError
+    found += part
+    length = int.from_bytes(found[:_LENGTH_BYTES], "little")
+    is_complete = len(found) >= _LENGTH_BYTES and len(found) == _LENGTH_BYTES + length
+    return bytes(found[_LENGTH_BYTES:]) if is_complete else None
+
+
 def _failure(error: BaseException) -> bytes:
     report = traceback.format_exc()
     try:
@@ -205,6 +235,7 @@ def _collect(
 ) -> list[Any]:
     """Waits for all results; the first failure or the deadline ends it."""
     results: dict[int, Any] = {}
+    found = [bytearray() for _ in pipes]
     while len(results) < job.num_ranks:
         silent = [rank for rank in range(job.num_ranks) if rank not in results]
         ready = connection.wait(
@@ -214,15 +245,27 @@ def _collect(
             _raise_hang(job, processes, silent)
         for rank in (rank for rank in silent if pipes[rank] in ready):
             try:
-                sealed = pipes[rank].recv_bytes()
+                sealed = _received(pipes[rank], found[rank])
             except EOFError:
                 raise _death(job, processes, rank) from None
-            good, value, report = _ByValue.loads(_opened(sealed, rank, job.num_ranks))
+            if sealed is None:
+                continue
+            found[rank].clear()
+            good, value, report = _loaded(_opened(sealed, rank, job.num_ranks))
             if not good:
                 _raise_if_another_died(job, processes)
                 raise RankError(rank, job.num_ranks, report) from value
             results[rank] = value
     return [results[rank] for rank in range(job.num_ranks)]
+
+
+def _loaded(message: bytes) -> tuple[bool, Any, str]:
+    """Whether a rank returned, its result or error, its traceback."""
+    try:
+        good, value, report = _ByValue.loads(message)
+    except Exception as error:
+        return False, error, f"its result cannot be loaded:\n{traceback.format_exc()}"
+    return good, value, report
 
 
 def _death(job: _Job, processes: list[ForkProcess], rank: int) -> RankError:

@@ -167,6 +167,57 @@ def test_a_message_that_changes_on_its_way_is_no_result(place, monkeypatch):
         run_ranks(1, lambda rank, num_ranks: torch.full((8,), 32))
 
 
+def half_sent(end):
+    def send(pipe, message):
+        os.write(pipe.fileno(), (len(message)).to_bytes(8, "little") + message[:-9])
+        end()
+
+    return send
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_dies_while_it_sends_is_named(code, monkeypatch):
+    monkeypatch.setattr(launch, "_send", half_sent(lambda: os._exit(code)))
+    with pytest.raises(RankError, match=f"rank 0 of 1 failed:\ndied with exit code {code}$"):
+        run_ranks(1, lambda rank, num_ranks: rank)
+
+
+@pytest.mark.parametrize("end", [signal.pause, lambda: os.kill(os.getpid(), signal.SIGSTOP)])
+def test_a_rank_that_hangs_while_it_sends_is_named_in_time(end, monkeypatch):
+    monkeypatch.setattr(launch, "_send", half_sent(end))
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] of 1 gave no answer within 5 s"):
+        run_ranks(1, lambda rank, num_ranks: rank, timeout=5.0)
+
+
+def test_large_results_of_several_ranks():
+    found = run_ranks(3, lambda rank, num_ranks: bytes([rank]) * (30_000_000 + rank))
+    assert found == [bytes([rank]) * (30_000_000 + rank) for rank in range(3)]
+
+
+class Unloadable:
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise OSError("not here")
+
+
+def test_a_result_that_cannot_be_loaded_names_its_rank():
+    need = "(?s)rank 0 of 1 failed:\nits result cannot be loaded:.*OSError: not here"
+    with pytest.raises(RankError, match=need) as caught:
+        run_ranks(1, lambda rank, num_ranks: Unloadable())
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_ranks_do_not_wait_for_ever_for_one_that_never_started(monkeypatch):
+    monkeypatch.setattr(launch, "_raise_hang", lambda *_: time.sleep(2))  # the caller sleeps on
+    join = launch._join_group
+    monkeypatch.setattr(launch, "_join_group", lambda job, rank: rank or join(job, rank))
+    with pytest.raises(RankError, match="TimeoutError: not all 2 ranks started"):
+        run_ranks(2, lambda rank, num_ranks: time.sleep(60 * rank), timeout=3.0)
+
+
 def test_a_wrong_number_of_ranks_is_refused():
     with pytest.raises(ValueError, match="num_ranks: need at least 1, got 0"):
         run_ranks(0, print)
