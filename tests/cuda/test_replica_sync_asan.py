@@ -22,8 +22,9 @@ SOURCES = {
     "plain_memory": ["cuda/tests/plain_memory.cpp"],
     "_replica_sync": ["cuda/bindings/replica_sync.cpp", "cuda/replica_sync/host_build.cpp"],
 }
-FILES = ["tests/cuda/test_replica_sync_host.py"]
-FILES += [f"tests/relibra_kernels/test_sync_engine_cuda{kind}.py" for kind in ("", "_errors")]
+ENGINES = "tests/relibra_kernels/test_sync_engine_cuda"
+SLOW_FILES = ("tests/cuda/test_replica_sync_host.py", f"{ENGINES}.py")
+FILES = [f"{ENGINES}_errors.py", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW_FILES)]
 # One build for all of them; it takes 20 s of a CPU, and many times that where others work too.
 pytestmark = [pytest.mark.xdist_group("asan"), pytest.mark.timeout(600)]
 
@@ -94,9 +95,12 @@ def test_a_use_of_memory_that_is_not_there_is_found(environment: dict[str, str])
         assert found == ({fault} if fault else set()), text[:4000]
 
 
-def test_tests_of_bodies_and_engines_use_memory_that_is_there(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_tests_of_bodies_and_engines_use_memory_that_is_there(
+    environment: dict[str, str], file: str
+) -> None:
     options = ["-q", "-p", "native_asan", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", *options, *FILES]
+    command = [sys.executable, "-m", "pytest", *options, file]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=500
     )
